@@ -1,0 +1,19 @@
+"""Decoding one prompt with target and draft: the very loop that training, evaluation, export
+check and server share."""
+
+from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
+from dspark.decoding.reference_step import ReferenceStep, StepResult, draft_limit
+from dspark.decoding.sampling import SamplingParams
+
+__all__ = [
+    "Commit",
+    "Completion",
+    "DecodeParams",
+    "ReferenceStep",
+    "SamplingParams",
+    "StepResult",
+    "check_request",
+    "decode",
+    "draft_limit",
+    "stream",
+]

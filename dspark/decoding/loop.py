@@ -1,0 +1,160 @@
+"""Decode one prompt at batch 1: prefill, rounds, and where they stop.
+
+A stop id ends the output inside a block: what the round emitted behind it is dropped before
+anything counts it. The stop token itself is part of the output, as in transformers.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dspark.acceptance import AcceptStats
+from dspark.decoding.reference_step import ReferenceStep, draft_limit
+from dspark.decoding.sampling import SamplingParams
+from dspark.draft import DSparkDraftModel
+from dspark.errors import ConfigError
+from dspark.target import Target
+
+__all__ = ["Commit", "Completion", "DecodeParams", "check_request", "decode", "stream"]
+
+
+@dataclass(frozen=True)
+class DecodeParams:
+    """What a request may set.
+
+    Raises:
+        ConfigError: max_new_tokens is below 1.
+    """
+
+    max_new_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()
+    """Beside the target's own end ids."""
+    ignore_eos: bool = False
+    """Do not stop at the target's end ids (``stop_ids`` still count)."""
+    num_draft_tokens: int | None = None
+    """Proposals a round; None: `draft_limit`'s default."""
+    confidence_threshold: float = 0.0
+    """Cut the proposals before the first slot below it; 0 never cuts."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Tokens that became final together."""
+
+    token_ids: list[int]
+    finish_reason: str | None
+    """``stop`` or ``length`` on the last commit."""
+    num_proposed: int | None
+    """None for the prefill's token, which is no round."""
+    num_accepted: int
+    step_s: float
+    """Time the prefill or the round took."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole output."""
+
+    token_ids: list[int]
+    finish_reason: str
+    stats: AcceptStats
+    prefill_s: float
+    step_s: list[float]
+    """One entry a round."""
+
+    @property
+    def decode_s(self) -> float:
+        return sum(self.step_s)
+
+
+def check_request(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuse what cannot fit the context.
+
+    Raises:
+        ConfigError: the prompt is empty, or prompt and output exceed the target's positions.
+    """
+    limit = target.max_position_embeddings
+    if prompt_tokens < 1:
+        raise ConfigError("the prompt has no tokens")
+    if prompt_tokens + max_new_tokens > limit:
+        raise ConfigError(
+            f"{prompt_tokens} prompt tokens and max_new_tokens {max_new_tokens} make "
+            f"{prompt_tokens + max_new_tokens}, more than the target's {limit} positions"
+        )
+
+
+def stream(
+    target: Target,
+    draft: DSparkDraftModel | None,
+    prompt_ids: Sequence[int],
+    params: DecodeParams,
+) -> Iterator[Commit]:
+    """Yield what each round makes final; the first commit is the prefill's token.
+
+    With the same seed the tokens do not depend on the draft. The context limit ends the output
+    with ``length``.
+
+    Raises:
+        ConfigError: the prompt leaves no room for a token, or the draft settings are out of range.
+    """
+    check_request(target, len(prompt_ids), 1)
+    room = target.max_position_embeddings - len(prompt_ids)
+    left = min(params.max_new_tokens, room)
+    stops = params.stop_ids | (frozenset() if params.ignore_eos else target.eos_ids)
+    step = ReferenceStep(
+        target,
+        draft,
+        params.sampling,
+        num_draft_tokens=params.num_draft_tokens,
+        confidence_threshold=params.confidence_threshold,
+    )
+    begun = time.perf_counter()
+    tokens = [step.prefill(torch.tensor(prompt_ids, dtype=torch.int64))]
+    proposed: int | None = None
+    accepted = 0
+    while True:
+        cut = next((i + 1 for i, token in enumerate(tokens) if token in stops), None)
+        tokens = tokens[:cut]
+        left -= len(tokens)
+        reason = "stop" if cut is not None else "length" if left == 0 else None
+        now = time.perf_counter()
+        yield Commit(tokens, reason, proposed, min(accepted, len(tokens)), now - begun)
+        if reason is not None:
+            return
+        begun = time.perf_counter()
+        result = step.step(max_tokens=left)
+        tokens, proposed, accepted = result.token_ids, result.num_proposed, result.num_accepted
+
+
+def decode(
+    target: Target,
+    draft: DSparkDraftModel | None,
+    prompt_ids: Sequence[int],
+    params: DecodeParams,
+) -> Completion:
+    """`stream`, gathered. Raises as `stream` does."""
+    limit = 0
+    if draft is not None:
+        limit = draft_limit(draft.block_size, params.num_draft_tokens, params.confidence_threshold)
+    stats = AcceptStats(limit)
+    tokens: list[int] = []
+    steps: list[float] = []
+    reason = "length"
+    for commit in stream(target, draft, prompt_ids, params):
+        tokens += commit.token_ids
+        steps.append(commit.step_s)
+        reason = commit.finish_reason or reason
+        if commit.num_proposed is not None:
+            stats.add(
+                num_proposed=commit.num_proposed,
+                num_accepted=commit.num_accepted,
+                num_emitted=len(commit.token_ids),
+            )
+    return Completion(tokens, reason, stats, steps[0], steps[1:])

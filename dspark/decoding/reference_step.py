@@ -1,0 +1,158 @@
+"""One round of speculative decoding in plain PyTorch: propose, verify, commit.
+
+Runs on any target, on CPU or GPU, and is what the graph-captured step is held against. Source:
+DSpark, arXiv 2607.05147, inference algorithm.
+
+State between rounds: s tokens committed to the target's cache and to the draft's context, and an
+anchor, the token at position s, which is emitted but not yet consumed by either.
+
+Symbols: K slots of a block, n proposals (<= K), D hidden, V vocabulary, C shortlist.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.decoding.sampling import SamplingParams, pick, pick_candidate
+from dspark.draft import DSparkDraftModel
+from dspark.errors import ConfigError
+from dspark.target import Target
+
+__all__ = ["MAX_PROPOSALS", "ReferenceStep", "StepResult", "draft_limit"]
+
+MAX_PROPOSALS = 15
+"""A verify step has at most 16 rows, the anchor's among them."""
+
+_SHORTLIST = 64
+"""Candidates of a slot that the Markov bias can reorder. Reading the whole second Markov matrix
+once a slot would cost more than the draft's layers; a shortlist leaves acceptance as it is."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one round added."""
+
+    token_ids: list[int]
+    """Accepted proposals, then the target's own token."""
+    num_proposed: int
+    num_accepted: int
+
+
+def draft_limit(block_size: int, num_draft_tokens: int | None, threshold: float = 0.0) -> int:
+    """Proposals a round makes at most.
+
+    By default the most that fill verify tiles of 8 or 16 rows: a block of 8 proposes 7 since an
+    eighth proposal would double the rows for the least likely slot.
+
+    Raises:
+        ConfigError: more than the block or the verify step has, or a threshold outside 0..1.
+    """
+    if not 0 <= threshold <= 1:
+        raise ConfigError(f"confidence_threshold must lie in 0..1, got {threshold}")
+    if num_draft_tokens is None:
+        return 7 if block_size == 8 else min(block_size, MAX_PROPOSALS)
+    if not 1 <= num_draft_tokens <= block_size:
+        raise ConfigError(
+            f"num_draft_tokens must lie in 1..{block_size} (the draft's block size), "
+            f"got {num_draft_tokens}"
+        )
+    if num_draft_tokens > MAX_PROPOSALS:
+        raise ConfigError(
+            f"num_draft_tokens must be at most {MAX_PROPOSALS}: a step verifies 16 rows, the "
+            f"anchor's among them; got {num_draft_tokens}"
+        )
+    return num_draft_tokens
+
+
+class ReferenceStep:
+    """Decoding state of one sequence. Without a draft every round is one target step.
+
+    Raises:
+        ConfigError: `draft_limit` refuses the settings.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DSparkDraftModel | None,
+        params: SamplingParams,
+        *,
+        num_draft_tokens: int | None = None,
+        confidence_threshold: float = 0.0,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.params = params
+        self.threshold = confidence_threshold
+        self.limit = 0
+        if draft is not None:
+            self.limit = draft_limit(draft.block_size, num_draft_tokens, confidence_threshold)
+        self._cache = target.new_cache(draft.layer_ids if draft else ())
+        self._context = draft.new_context() if draft else None
+        self._anchor = torch.zeros((), dtype=torch.int64, device=target.device)
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the anchor."""
+        return self._cache.length
+
+    def prefill(self, prompt_ids: Tensor) -> int:
+        """Consume the prompt [S]; the first token of the output, which is the first anchor."""
+        rows = self.target.prefill(self._cache, prompt_ids)
+        if self.draft is not None and self._context is not None:
+            self.draft.extend(self._context, rows.taps)
+        where = torch.tensor([self._cache.length], device=self.target.device)
+        self._anchor = pick(rows.logits, self.params, where)[0]
+        return int(self._anchor)
+
+    def step(self, max_tokens: int | None = None) -> StepResult:
+        """One round that emits at most ``max_tokens`` tokens (None: as many as come)."""
+        most = self.limit if max_tokens is None else min(self.limit, max_tokens - 1)
+        proposals = self.propose(most)
+        choices, taps = self.verify(proposals)
+        return self.commit(proposals, choices, taps)
+
+    @torch.no_grad()
+    def propose(self, most: int) -> Tensor:
+        """Up to ``most`` proposals [n] for the positions behind the anchor."""
+        if self.draft is None or self._context is None or most < 1:
+            return self._anchor.new_empty(0)
+        draft, head = self.draft, self.draft.markov_head
+        hidden = draft.block_hidden(self._context, self._anchor)[:most]
+        base = draft.base_logits(hidden).float()
+        values, candidates = base.topk(min(_SHORTLIST, base.shape[-1]), dim=-1)
+        proposals: list[Tensor] = []
+        previous, state = self._anchor, None
+        for k in range(len(hidden)):
+            embedding = None
+            logits = values[k]
+            if head is not None:
+                embedding = head.embed(previous)
+                latent, state = head.step(embedding, hidden[k], state)
+                rows = head.markov_w2.weight[candidates[k]]
+                logits = logits + (rows @ latent).float()
+            if self.threshold > 0:
+                confidence = draft.confidence_logits(hidden[k], embedding)
+                if confidence is not None and float(confidence.sigmoid()) < self.threshold:
+                    break
+            previous = pick_candidate(logits, candidates[k], self.params, self.position + k + 1)
+            proposals.append(previous)
+        return torch.stack(proposals) if proposals else self._anchor.new_empty(0)
+
+    @torch.no_grad()
+    def verify(self, proposals: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's choices [n+1] behind the anchor and each proposal, and the rows' taps."""
+        rows = self.target.verify(self._cache, torch.cat([self._anchor[None], proposals]))
+        offsets = torch.arange(1, len(proposals) + 2, device=proposals.device)
+        return pick(rows.logits, self.params, self.position + offsets), rows.taps
+
+    @torch.no_grad()
+    def commit(self, proposals: Tensor, choices: Tensor, taps: Tensor) -> StepResult:
+        """Keep the proposals that equal the target's choices, then the target's next choice."""
+        kept = int((proposals == choices[:-1]).cumprod(0).sum())
+        self.target.commit(self._cache, kept + 1)
+        if self.draft is not None and self._context is not None:
+            self.draft.extend(self._context, taps[: kept + 1])
+        self._anchor = choices[kept]
+        return StepResult(choices[: kept + 1].tolist(), len(proposals), kept)

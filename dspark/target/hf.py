@@ -1,0 +1,265 @@
+"""Any transformers causal LM with a key/value cache as a target.
+
+A tap is the output of decoder layer i, 0-based, as a forward hook sees it (`hidden_states[i + 1]`
+of transformers); the last hidden state is the one behind the final norm, so that `logits` of it
+are the model's. Both are what the draft is trained on and what a verify step hands to it.
+
+Symbols: B batch, S positions, T verify rows, D hidden, F tapped layers, V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dspark.errors import TargetError
+from dspark.target.rows import RowCache, padded_rows
+
+__all__ = ["Features", "Rows", "Target"]
+
+_PREFILL_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the draft learns from."""
+
+    taps: Tensor  # [B, S, F*D]
+    last_hidden: Tensor  # [B, S, D], behind the final norm
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Result of a decode call."""
+
+    logits: Tensor  # [T, V] (prefill: [1, V], of the last token)
+    taps: Tensor  # [T, F*D] (prefill: of every prompt token)
+
+
+class Target:
+    """A frozen model, its taps, and a batch-1 decode that can be rolled back.
+
+    Raises:
+        TargetError: the model keeps recurrent state, or its layers or head cannot be found.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, revision: str | None = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.name = name
+        self.revision = revision
+        self.config: Any = model.config.get_text_config(decoder=True)
+        if getattr(model, "_is_stateful", False) or _recurrent(self.config):
+            raise TargetError(
+                f"target '{name}' ({type(model).__name__}) keeps recurrent state, which a rejected "
+                "draft token cannot be taken back from here; use a target with a key/value cache"
+            )
+        self._decoder: Any = model.get_decoder()
+        self._layers = _decoder_layers(self._decoder, self.config.num_hidden_layers, name)
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise TargetError(f"target '{name}' has no linear output head")
+        self._head = head
+        self._finish = _logit_transform(self.config)
+        generation = getattr(model, "generation_config", None)
+        self.eos_ids = frozenset(
+            _ids(getattr(generation, "eos_token_id", None)) | _ids(self.config.eos_token_id)
+        )
+        self._check_head()
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, which may exceed the tokenizer's length."""
+        return int(self._head.weight.shape[0])
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._head.weight.dtype
+
+    @property
+    def embed_weight(self) -> Tensor:  # [V, D]
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def head_weight(self) -> Tensor:  # [V, D]
+        return self._head.weight
+
+    @torch.no_grad()
+    def features(
+        self,
+        input_ids: Tensor,  # [B, S] int64
+        layer_ids: Sequence[int],
+        attention_mask: Tensor | None = None,  # [B, S], only needed for padding on the left
+    ) -> Features:
+        """Taps and last hidden states of whole sequences, in the target's dtype."""
+        input_ids = input_ids.to(self.device)
+        with self._tapped(layer_ids) as taken:
+            out = self._decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return Features(_join(taken, layer_ids, out.last_hidden_state), out.last_hidden_state)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] behind the final norm -> [..., V]."""
+        return self._finish(self._head(hidden.to(self._head.weight.dtype)))
+
+    def new_cache(self, layer_ids: Sequence[int] = ()) -> RowCache:
+        """An empty cache for one sequence whose calls return the taps of ``layer_ids``."""
+        check_layer_ids(layer_ids, self.num_layers)
+        return RowCache(tuple(layer_ids))
+
+    @torch.no_grad()
+    def prefill(self, cache: RowCache, input_ids: Tensor) -> Rows:
+        """Run a prompt [S] behind the cursor and commit it; logits of its last token only."""
+        taps = []
+        hidden = None
+        for piece in input_ids.to(self.device).split(_PREFILL_ROWS):
+            hidden, tap = self._extend(cache, piece)
+            cache.commit(len(piece))
+            taps.append(tap)
+        assert hidden is not None
+        return Rows(self._row_logits(hidden[-1:])[:1], torch.cat(taps))
+
+    @torch.no_grad()
+    def verify(self, cache: RowCache, input_ids: Tensor) -> Rows:
+        """Run T <= 16 tokens [T] behind the cursor; nothing is committed until `commit`.
+
+        A token's logits are the same to the bit for every T and every row it may stand in.
+        """
+        count = len(input_ids)
+        padded = input_ids.new_full((padded_rows(count),), int(input_ids[0]))
+        padded[:count] = input_ids
+        hidden, taps = self._extend(cache, padded.to(self.device))
+        return Rows(self.logits(hidden)[:count], taps[:count])
+
+    def commit(self, cache: RowCache, rows: int) -> None:
+        """Keep the first ``rows`` rows of the last `verify`."""
+        cache.commit(rows)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that tie features and drafts to these weights."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def _row_logits(self, hidden: Tensor) -> Tensor:
+        """Logits with the rows of a step, so that prefill and verify agree to the bit."""
+        padded = hidden.new_zeros(padded_rows(len(hidden)), hidden.shape[1])
+        padded[: len(hidden)] = hidden
+        return self.logits(padded)
+
+    def _extend(self, cache: RowCache, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = len(input_ids)
+        cache.begin(rows, getattr(self.config, "sliding_window", None), self.device)
+        positions = cache.length + torch.arange(rows, device=self.device)
+        with self._tapped(cache.layer_ids) as taken:
+            out = self._decoder(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                row_cache=cache,
+            )
+        hidden = out.last_hidden_state
+        return hidden[0], _join(taken, cache.layer_ids, hidden)[0]
+
+    @contextmanager
+    def _tapped(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        check_layer_ids(layer_ids, self.num_layers)
+        taken: dict[int, Tensor] = {}
+
+        def keep(layer: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                taken[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [self._layers[i].register_forward_hook(keep(i)) for i in layer_ids]
+        try:
+            yield taken
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """The last hidden state must reproduce the model's own logits."""
+        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+        ours = self.logits(self.features(ids, ()).last_hidden).float()
+        if not torch.allclose(ours, theirs, atol=1e-2, rtol=1e-2):
+            raise TargetError(
+                f"target '{self.name}': the output head applied to the last hidden state differs "
+                f"from the model's own logits by up to {(ours - theirs).abs().max():.3g}; this "
+                "architecture transforms its logits in a way that is not known here"
+            )
+
+
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
+    """Taps are layer outputs 0..N-1.
+
+    Raises:
+        TargetError: an id is out of range.
+    """
+    for layer in layer_ids:
+        if not 0 <= layer < num_layers:
+            raise TargetError(
+                f"tap layer {layer} is out of range: the target has layers 0..{num_layers - 1}"
+            )
+
+
+def _join(taken: dict[int, Tensor], layer_ids: Sequence[int], like: Tensor) -> Tensor:
+    if not layer_ids:
+        return like.new_empty(*like.shape[:-1], 0)
+    return torch.cat([taken[i] for i in layer_ids], dim=-1)
+
+
+def _ids(value: Any) -> set[int]:
+    if value is None:
+        return set()
+    return set(value) if isinstance(value, list | tuple) else {int(value)}
+
+
+def _recurrent(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None) or ()
+    return any("attention" not in kind or "linear" in kind for kind in kinds)
+
+
+def _decoder_layers(decoder: nn.Module, count: int, name: str) -> nn.ModuleList:
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise TargetError(f"target '{name}': found no list of {count} decoder layers to tap")
+
+
+def _logit_transform(config: Any) -> Callable[[Tensor], Tensor]:
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap:
+        return lambda logits: torch.tanh(logits / cap) * cap
+    divisor = getattr(config, "logits_scaling", None)
+    factor = getattr(config, "logit_scale", None)
+    if divisor and divisor != 1:
+        return lambda logits: logits / divisor
+    if factor and factor != 1:
+        return lambda logits: logits * factor
+    return lambda logits: logits

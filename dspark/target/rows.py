@@ -1,0 +1,164 @@
+"""Attention whose rows do not depend on how many rows are computed together.
+
+Speculative decoding is lossless only if a token's logits are the same to the bit whether the token
+is row 0 of a step of its own or row 5 of a verify pass. Library attention does not promise that
+(on CPUs, bf16 SDPA picks another summation order at another width). Here a step always has 8 or 16
+rows, keys are read in chunks of a fixed length at absolute positions, and a chunk that a row may
+not see changes nothing in it: exp(-inf) adds an exact 0 and rescales by an exact 1.
+
+Symbols: H query heads, G key/value heads, R rows of one call, N head size, C chunk length.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+__all__ = ["ATTENTION_NAME", "CHUNK", "RowCache", "padded_rows", "row_attention"]
+
+ATTENTION_NAME = "dspark_rows"
+CHUNK = 256
+_TILES = (8, 16)
+
+
+def padded_rows(rows: int) -> int:
+    """Rows a step of ``rows`` tokens is computed with: 8 or 16.
+
+    Raises:
+        ValueError: more than 16 rows.
+    """
+    for tile in _TILES:
+        if rows <= tile:
+            return tile
+    raise ValueError(f"a verify step takes at most {_TILES[-1]} rows, got {rows}")
+
+
+class RowCache:
+    """Keys and values of one sequence, contiguous per layer, rolled back by a cursor.
+
+    ``length`` tokens are committed. A call writes its rows behind them; `commit` keeps the first
+    few, and the next call overwrites the rest before anything reads it.
+    """
+
+    def __init__(self, layer_ids: tuple[int, ...]) -> None:
+        self.layer_ids = layer_ids
+        self.length = 0
+        self._keys: dict[int, Tensor] = {}  # layer -> [G, capacity, N] float32
+        self._values: dict[int, Tensor] = {}
+        self._masks: list[Tensor] = []
+        self._rows = 0
+
+    def begin(self, rows: int, window: int | None, device: torch.device) -> None:
+        """Prepare the masks of a call of ``rows`` rows that start at the cursor."""
+        self._rows = rows
+        query = self.length + torch.arange(rows, device=device)[:, None]
+        end = self.length + rows
+        self._masks = []
+        for first in range(0, end, CHUNK):
+            key = first + torch.arange(CHUNK, device=device)[None, :]
+            hidden = key > query
+            if window is not None:
+                hidden |= key <= query - window
+            mask = torch.zeros(rows, CHUNK, device=device)
+            self._masks.append(mask.masked_fill_(hidden, float("-inf")))
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [G, R, N] behind the cursor; return whole chunks, [G, chunks * C, N] float32."""
+        needed = len(self._masks) * CHUNK
+        held = self._keys.get(layer)
+        if held is None or held.shape[1] < needed:
+            # doubling keeps the number of copies logarithmic in the context length
+            capacity = max(needed, 2 * held.shape[1] if held is not None else 0)
+            for store, new in ((self._keys, key), (self._values, value)):
+                grown = torch.zeros(
+                    new.shape[0], capacity, new.shape[2], dtype=torch.float32, device=new.device
+                )
+                if held is not None:
+                    grown[:, : self.length] = store[layer][:, : self.length]
+                store[layer] = grown
+        end = self.length + self._rows
+        self._keys[layer][:, self.length : end] = key
+        self._values[layer][:, self.length : end] = value
+        return self._keys[layer][:, :needed], self._values[layer][:, :needed]
+
+    @property
+    def masks(self) -> list[Tensor]:
+        """One [R, C] float32 additive mask a chunk."""
+        return self._masks
+
+    def commit(self, rows: int) -> None:
+        """Keep the first ``rows`` rows of the last call."""
+        assert 0 <= rows <= self._rows
+        self.length += rows
+        self._rows = 0
+
+
+def row_attention(
+    query: Tensor,  # [H, R, N]
+    key: Tensor,  # [G, chunks * C, N] float32
+    value: Tensor,  # [G, chunks * C, N] float32
+    masks: list[Tensor],  # per chunk [R, C] float32
+    scaling: float,
+) -> Tensor:  # [R, H, N] in the dtype of `query`
+    """Causal attention in float32, chunk after chunk with a running maximum.
+
+    The arithmetic of a row depends on its own position and on nothing else: products have the
+    shape [H/G * R, C] whatever the context length, and chunks are added in order.
+    """
+    heads, rows, size = query.shape
+    groups = key.shape[0]
+    packed = (query.float() * scaling).reshape(groups, heads // groups * rows, size)
+    total: Tensor | None = None
+    for index, mask in enumerate(masks):
+        chunk = slice(index * CHUNK, (index + 1) * CHUNK)
+        scores = torch.matmul(packed, key[:, chunk].transpose(1, 2))
+        scores = scores.view(groups, heads // groups, rows, CHUNK).add_(mask)
+        scores = scores.view(groups, heads // groups * rows, CHUNK)
+        peak = scores.amax(-1, keepdim=True)
+        if total is None:
+            best = peak
+        else:
+            # a row with nothing visible so far has best = -inf: keep exp() away from inf - inf
+            new = torch.maximum(best, peak)
+            scale = torch.where(best == new, 1.0, torch.exp(best - new))
+            best = new
+        safe = torch.where(best == float("-inf"), 0.0, best)
+        weights = scores.sub_(safe).exp_()
+        mass = weights.sum(-1, keepdim=True)
+        part = torch.matmul(weights, value[:, chunk])
+        if total is None:
+            total, norm = part, mass
+        else:
+            total = total * scale + part
+            norm = norm * scale + mass
+    assert total is not None
+    out = (total / norm).view(heads, rows, size)
+    return out.transpose(0, 1).to(query.dtype)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [B, H, R, N]
+    key: Tensor,  # [B, G, R, N]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    row_cache: RowCache | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """What a transformers layer calls: the row path inside a decode, SDPA everywhere else."""
+    if row_cache is None:
+        out: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return out
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = row_cache.append(layer, key[0], value[0])
+    rows = row_attention(query[0], keys, values, row_cache.masks, scale)
+    return rows[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
