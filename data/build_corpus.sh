@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The corpus of a distillation, stage by stage: prompts -> responses -> examination -> features.
+# Every stage may be stopped and started again; what is there is kept.
+#
+#   data/build_corpus.sh [CONFIG] [key.sub=value ...]
+#
+# COUNT prompts (default 20000) go to $OUT/prompts.jsonl. EXCLUDE names evaluation files whose text
+# must not be trained on, WHEELS a folder of downloaded wheels (data/README.md).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+CONFIG=${1:-configs/smollm2-135m-dspark.yaml}
+shift || true
+OUT=${OUT:-outputs/corpus}
+PYTHON=${PYTHON:-python}
+export PYTHONPATH=${PYTHONPATH:-.}
+
+# 1. Prompts: generated, plus Python's own library; the held-out prompts are kept out.
+if [ ! -e "$OUT/prompts.jsonl" ]; then
+    # shellcheck disable=SC2086 # EXCLUDE is a list of globs
+    "$PYTHON" data/build_prompts.py --out "$OUT/prompts.jsonl" --count "${COUNT:-20000}" --seed 0 \
+        --stdlib ${WHEELS:+--wheels "$WHEELS"} --exclude data/prompts/heldout.jsonl ${EXCLUDE:-}
+fi
+
+# 2. Responses of the target, with the sampling settings of the config. The long stage: on a GPU.
+"$PYTHON" -m dspark sample -c "$CONFIG" sample.prompts="[$OUT/prompts.jsonl]" \
+    sample.out="$OUT/responses.jsonl" "$@"
+
+# 3. What is wrong with them, before any GPU hour is spent on training.
+TARGET=$("$PYTHON" -c 'import sys; from dspark.config_io import load
+print(load(sys.argv[1], sys.argv[2:]).target.path)' "$CONFIG" "$@")
+"$PYTHON" -m dspark doctor "$OUT/responses.jsonl" --target "$TARGET"
+
+# 4. Features to disk, only for `train.features: offline`. It says how much it will write.
+if [ -n "${CAPTURE:-}" ]; then
+    "$PYTHON" -m dspark capture -c "$CONFIG" data.responses="[$OUT/responses.jsonl]" \
+        capture.out="$OUT/features" "$@"
+fi
+
+echo "corpus: $OUT/responses.jsonl; train with data.responses=[$OUT/responses.jsonl]"

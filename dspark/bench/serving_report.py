@@ -1,0 +1,262 @@
+"""The figures of a serving benchmark, how they are computed, and the table for people.
+
+Definitions: `dspark.bench.serving`.
+"""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from dspark.errors import RunError
+
+__all__ = ["RequestTiming", "ServingReport", "check_ceiling", "summarise"]
+
+_PHASE = 1.05
+"""One-second buckets cut the stream at arbitrary points, which is worth about 5%."""
+
+
+@dataclass
+class RequestTiming:
+    """What a client saw of one request; times from one clock, in seconds."""
+
+    started: float
+    ended: float = 0.0
+    chunks: list[tuple[float, int | None]] = field(default_factory=list)
+    """Each chunk with text: when it came, and the tokens so far where the server tells."""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.chunks[0][0] - self.started if self.chunks else self.e2e_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended - self.started
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None with fewer than two tokens."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+    def tokens(self) -> Iterator[tuple[float, float, float]]:
+        """(when, how many, seconds since the chunk before) for each chunk with text.
+
+        Where the server does not tell tokens by chunk, all chunks count alike.
+        """
+        before_s, before = self.started, 0.0
+        each = self.num_output_tokens / len(self.chunks) if self.chunks else 0.0
+        for when, so_far in self.chunks:
+            count = each if so_far is None else so_far - before
+            yield when, count, when - before_s
+            before_s, before = when, before + count
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """Everything `measure` found out. Times in ms, throughput in tokens a second."""
+
+    model: str
+    completed: int
+    failed: int
+    prompt_tokens: int
+    output_tokens: int
+    wall_s: float
+    mean_ttft_ms: float
+    median_ttft_ms: float
+    p99_ttft_ms: float
+    mean_e2e_ms: float
+    mean_tpot_ms: float | None
+    median_tpot_ms: float | None
+    p99_tpot_ms: float | None
+    mean_itl_ms: float | None
+    median_itl_ms: float | None
+    p99_itl_ms: float | None
+    output_throughput: float
+    peak_throughput: float
+    total_throughput: float
+    concurrency: float
+    accept_length: float | None
+    """None without a draft, or where the server does not tell."""
+    accept_histogram: list[int] | None
+    """Steps by emitted tokens, index 0..proposals + 1."""
+    step_ms: dict[str, float] | None
+    """mean, min, p50, p99 as the server measured them."""
+    num_draft_tokens: int | None
+    ceiling: float | None
+    """Tokens a second if every step emitted all it can."""
+    server: dict[str, Any] = field(default_factory=dict)
+    """Device, dtype and version the server reported."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures by name, ready for JSON."""
+        return asdict(self)
+
+    def table(self) -> Table:
+        """The rows of the published table, and beside them what they have to agree with."""
+        table = Table(title=f"serving {self.model}, {self.completed} requests")
+        table.add_column("figure")
+        table.add_column("value", justify="right")
+        step = self.step_ms or {}
+        rows: list[tuple[str, float | None, str]] = [
+            ("mean TPOT", self.mean_tpot_ms, "ms"),
+            ("median TPOT", self.median_tpot_ms, "ms"),
+            ("output throughput", self.output_throughput, "tok/s"),
+            ("peak output throughput", self.peak_throughput, "tok/s"),
+            ("accept length", self.accept_length, "tokens/step"),
+            ("mean step", step.get("mean"), "ms"),
+            ("p50 step", step.get("p50"), "ms"),
+            ("p99 step", step.get("p99"), "ms"),
+            ("ceiling", self.ceiling, "tok/s"),
+            ("mean TTFT", self.mean_ttft_ms, "ms"),
+            ("median TTFT", self.median_ttft_ms, "ms"),
+            ("mean ITL", self.mean_itl_ms, "ms"),
+            ("p99 ITL", self.p99_itl_ms, "ms"),
+            ("mean E2E", self.mean_e2e_ms, "ms"),
+            ("total throughput", self.total_throughput, "tok/s"),
+            ("concurrency", self.concurrency, ""),
+        ]
+        for name, value, unit in rows:
+            table.add_row(name, "-" if value is None else f"{value:.2f} {unit}".strip())
+        for emitted, count in enumerate(self.accept_histogram or []):
+            if emitted:
+                share = count / max(1, sum(self.accept_histogram or []))
+                table.add_row(f"steps that emitted {emitted}", f"{count} ({share:.1%})")
+        if self.failed:
+            table.add_row("failed requests", str(self.failed))
+        return table
+
+
+def summarise(
+    timings: Sequence[RequestTiming],
+    wall_s: float,
+    *,
+    model: str,
+    info: dict[str, Any] | None,
+) -> ServingReport:
+    """Compute the report. ``info``: /server_info after the run, None where there is none.
+
+    Raises:
+        RunError: no request succeeded, or a figure lies above the ceiling.
+    """
+    done = [one for one in timings if one.error is None]
+    if not done:
+        raise RunError(f"all {len(timings)} requests failed; the first: {timings[0].error}")
+    ttfts = [1000 * one.ttft_s for one in done]
+    tpots = [1000 * tpot for one in done if (tpot := one.tpot_s) is not None]
+    itls = [1000 * gap for one in done for gap in _gaps(one)]
+    outputs = sum(one.num_output_tokens for one in done)
+    prompts = sum(one.num_prompt_tokens for one in done)
+    states = (info or {}).get("internal_states") or [{}]
+    step_ms = states[0].get("step_ms")
+    num_draft_tokens = (info or {}).get("num_draft_tokens")
+    ceiling = None
+    if step_ms is not None and num_draft_tokens is not None:
+        ceiling = 1000 * (num_draft_tokens + 1) / step_ms["mean"]
+    report = ServingReport(
+        model=model,
+        completed=len(done),
+        failed=len(timings) - len(done),
+        prompt_tokens=prompts,
+        output_tokens=outputs,
+        wall_s=wall_s,
+        mean_ttft_ms=statistics.fmean(ttfts),
+        median_ttft_ms=statistics.median(ttfts),
+        p99_ttft_ms=_percentile(ttfts, 0.99),
+        mean_e2e_ms=1000 * statistics.fmean(one.e2e_s for one in done),
+        mean_tpot_ms=statistics.fmean(tpots) if tpots else None,
+        median_tpot_ms=statistics.median(tpots) if tpots else None,
+        p99_tpot_ms=_percentile(tpots, 0.99) if tpots else None,
+        mean_itl_ms=statistics.fmean(itls) if itls else None,
+        median_itl_ms=statistics.median(itls) if itls else None,
+        p99_itl_ms=_percentile(itls, 0.99) if itls else None,
+        output_throughput=outputs / wall_s,
+        peak_throughput=_peak(done),
+        total_throughput=(prompts + outputs) / wall_s,
+        concurrency=sum(one.e2e_s for one in done) / wall_s,
+        accept_length=states[0].get("avg_spec_accept_length"),
+        accept_histogram=states[0].get("accept_histogram") if num_draft_tokens else None,
+        step_ms=step_ms,
+        num_draft_tokens=num_draft_tokens,
+        ceiling=ceiling,
+        server={
+            key: info[key] for key in ("version", "device", "dtype", "model_path") if key in info
+        }
+        if info
+        else {},
+    )
+    check_ceiling(report, done)
+    return report
+
+
+def check_ceiling(report: ServingReport, done: Sequence[RequestTiming]) -> None:
+    """Hold every figure against what the steps allow.
+
+    Raises:
+        RunError: a figure lies above its ceiling, so a clock or a counter is wrong.
+    """
+    if report.ceiling is None or report.num_draft_tokens is None or report.step_ms is None:
+        return
+    most = report.num_draft_tokens + 1
+    # what the fastest step allows, for figures that do not average over all steps
+    fastest = 1000 * most / report.step_ms["min"]
+    later = [(one, one.num_output_tokens - _first_tokens(one)) for one in done if one.chunks]
+    decode_s = sum(one.ended - one.chunks[0][0] for one, _ in later)
+    decoded = sum(count for _, count in later)
+    figures = [
+        ("accept length", report.accept_length or 0.0, float(most)),
+        ("output throughput", report.output_throughput, report.ceiling),
+        (
+            "peak output throughput",
+            report.peak_throughput,
+            fastest * _PHASE + most + report.completed,
+        ),
+        ("decode throughput", decoded / decode_s if decode_s else 0.0, fastest * _PHASE),
+    ]
+    for name, value, limit in figures:
+        if value > limit:
+            raise RunError(
+                f"{name} {value:.2f} lies above its ceiling {limit:.2f} ({most} tokens a step, "
+                f"step {report.step_ms['mean']:.3f} ms): a clock or a counter is wrong"
+            )
+
+
+def _first_tokens(timing: RequestTiming) -> float:
+    return next(timing.tokens())[1]
+
+
+def _gaps(timing: RequestTiming) -> Iterator[float]:
+    """One inter-token latency a token behind the first chunk, in seconds."""
+    for index, (_, count, gap) in enumerate(timing.tokens()):
+        if index and count:
+            yield from [gap / count] * max(1, round(count))
+
+
+def _peak(done: Sequence[RequestTiming]) -> float:
+    origin = min(one.started for one in done)
+    buckets: Counter[int] = Counter()
+    for one in done:
+        for index, (when, count, gap) in enumerate(one.tokens()):
+            whole = max(1, round(count))
+            for token in range(whole):
+                # the tokens of a later chunk are spread over the gap before it
+                at = when if index == 0 else when - gap + gap * (token + 1) / whole
+                buckets[int(at - origin)] += 1
+    return float(max(buckets.values(), default=0))
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    """Linear interpolation between ranks, as numpy's default."""
+    ordered = sorted(values)
+    rank = share * (len(ordered) - 1)
+    low = math.floor(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)

@@ -1,0 +1,52 @@
+"""The `dspark` command. Each stage is a subcommand and is imported only when it is asked for.
+
+Exit codes: 0 done, 1 a run or a check failed, 2 wrong use, 75 a training run was told to stop and
+has saved (run it again to go on), 130 interrupted.
+"""
+
+import sys
+
+import click
+import typer
+
+from dspark.cli import corpus, distill, serve
+from dspark.cli.common import set_up
+from dspark.errors import DSparkError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="dspark",
+    help="Sample a target LLM, distil a DSpark block draft from it, serve both.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+corpus.register(app)
+distill.register(app)
+serve.register(app)
+
+
+def main() -> None:
+    """Run the command line and exit with its code; users' mistakes end in one sentence."""
+    set_up()
+    try:
+        code = app(standalone_mode=False)
+    except DSparkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        code = 2
+    except click.ClickException as error:
+        error.show(file=sys.stderr)
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        # the reader of our output has left, which is its right
+        sys.stderr.close()
+        code = 0
+    sys.exit(code)

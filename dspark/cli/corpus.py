@@ -1,0 +1,124 @@
+"""`dspark sample`, `doctor` and `capture`."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dspark.cli.common import ConfigFile, Json, Overrides, finish, override, read_config
+
+__all__ = ["register"]
+
+log = logging.getLogger(__name__)
+
+Target = Annotated[str | None, typer.Option(help="Directory, hub id or known name.")]
+
+
+def _sample(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    target: Target = None,
+    prompts: Annotated[list[str] | None, typer.Option(help="Files, globs or hub ids.")] = None,
+    out: Annotated[str | None, typer.Option(help="responses.jsonl to write or go on with.")] = None,
+    limit: Annotated[int | None, typer.Option(help="First N prompts.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Answer prompts with the target; go on where an interrupted run stopped.
+
+    Example: dspark sample --target smollm2-135m --prompts data/prompts/demo.jsonl --limit 8
+    """
+    from dspark.corpus.prompts import read_prompts
+    from dspark.corpus.rejects import Rejects
+    from dspark.corpus.sampler import sample_responses
+    from dspark.errors import ConfigError
+    from dspark.target import load, load_tokenizer
+
+    settings = read_config(
+        config,
+        overrides,
+        override("target.path", target),
+        override("sample.prompts", prompts),
+        override("sample.out", out),
+        override("sample.limit", limit),
+    )
+    if not settings.sample.prompts:
+        raise ConfigError("sample.prompts is empty; give --prompts with files, globs or hub ids")
+    rejects = Rejects()
+    rows = read_prompts(settings.sample.prompts, settings.sample.limit, rejects)
+    if rejects.rejected:
+        log.warning("%s", rejects.summary())
+    tokenizer = load_tokenizer(settings.target)
+    report = sample_responses(load(settings.target), tokenizer, rows, settings.sample)
+    print(
+        f"{settings.sample.out}: {report.written} rows written, {report.resumed} there already, "
+        f"{report.new_tokens:,} new tokens at {report.tokens_per_s:,.0f}/s"
+    )
+    finish(
+        {"out": settings.sample.out, "prompts": rejects.to_dict(), **report.to_dict()}, as_json
+    )
+
+
+def _doctor(
+    data: Annotated[list[str], typer.Argument(help="Prompt or response files, globs.")],
+    target: Annotated[str, typer.Option(help="Whose tokenizer and template.")] = "smollm2-135m",
+    max_length: Annotated[int, typer.Option(help="Tokens of a training row.")] = 4096,
+    show: Annotated[int, typer.Option(help="Rows whose mask is shown in colour.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """What is wrong with this data, before a GPU hour is spent on it.
+
+    Example: dspark doctor outputs/responses.jsonl --target smollm2-135m
+    """
+    from rich.console import Console
+
+    from dspark.config import DataSettings
+    from dspark.corpus.doctor import examine
+    from dspark.target import load_tokenizer
+
+    settings = read_config(
+        None, None, override("target.path", target), override("data.max_length", max_length)
+    )
+    assert isinstance(settings.data, DataSettings)
+    report = examine(data, load_tokenizer(settings.target), settings.data, show=show)
+    report.render(Console())
+    finish(report.to_dict(), as_json)
+    report.check()
+
+
+def _capture(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    target: Target = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the shards.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Responses to feature shards on disk; says the size first and refuses a disk too small.
+
+    Example: dspark capture -c configs/smollm2-135m-dspark.yaml
+    """
+    from dspark.corpus.capture import capture
+    from dspark.draft.config import default_layer_ids
+    from dspark.target import load, load_tokenizer
+
+    settings = read_config(
+        config,
+        overrides,
+        override("target.path", target),
+        override("capture.out", None if out is None else str(out)),
+    )
+    tokenizer = load_tokenizer(settings.target)
+    loaded = load(settings.target)
+    layers = settings.draft.target_layer_ids or default_layer_ids(
+        loaded.num_layers, settings.draft.num_taps
+    )
+    report = capture(loaded, tokenizer, settings.data, settings.capture, layers)
+    print(f"{settings.capture.out}: {report.rows} rows, {report.tokens:,} tokens")
+    finish(report.to_dict(), as_json)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command("sample")(_sample)
+    app.command("doctor")(_doctor)
+    app.command("capture")(_capture)

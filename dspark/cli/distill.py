@@ -1,0 +1,124 @@
+"""`dspark train`, `export` and `eval`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dspark.cli.common import ConfigFile, Dtype, Json, Overrides, finish, override, read_config
+
+__all__ = ["register"]
+
+
+def _train(context: typer.Context) -> None:
+    """Distil a draft; the same as `train.py`, for `accelerate launch -m dspark train`.
+
+    Example: dspark train --config configs/tiny.yaml train.steps=20
+    """
+    from dspark.training.trainer import main
+
+    main(context.args)
+
+
+def _export(
+    run: Annotated[Path, typer.Argument(help="Run directory or checkpoint-<step>.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write.")],
+    target: Annotated[str, typer.Option(help="The target it was trained for.")] = "smollm2-135m",
+    dtype: Dtype = "auto",
+    format: Annotated[Literal["hf", "sglang", "vllm"], typer.Option(help="Who will read it.")] = (
+        "hf"
+    ),
+    include_frozen: Annotated[
+        bool, typer.Option(help="Also write the target's embedding and head.")
+    ] = False,
+    check: Annotated[bool, typer.Option(help="Reload in a clean process and re-measure.")] = True,
+    overwrite: Annotated[bool, typer.Option(help="Replace a foreign directory.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a training checkpoint as a Hugging Face draft, and check that it still drafts.
+
+    Example: dspark export outputs/train outputs/draft --target smollm2-135m
+    """
+    from dspark.export.hf import export_draft
+    from dspark.target import load, load_tokenizer
+
+    config = read_config(None, None, override("target.path", target), override("target.dtype", dtype))
+    tokenizer = load_tokenizer(config.target)
+    record = export_draft(
+        run,
+        out,
+        load(config.target),
+        format=format,
+        include_frozen=include_frozen,
+        tokenizer=tokenizer,
+        check=check,
+        overwrite=overwrite,
+    )
+    print(f"wrote {out}")
+    finish(record, as_json)
+
+
+def _eval(
+    draft: Annotated[str, typer.Option(help="Exported draft.")],
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    target: Annotated[str | None, typer.Option(help="Directory, hub id or known name.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
+    prompts: Annotated[list[str] | None, typer.Option(help="Files, globs or hub ids.")] = None,
+    limit: Annotated[int | None, typer.Option(help="First N prompts of each set.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Output limit.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus mass.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling noise.")] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Proposals a round.")] = None,
+    confidence_threshold: Annotated[float, typer.Option(help="0 never cuts a block.")] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Accept length of a draft on prompt sets, beside plain decoding, and whether it is lossless.
+
+    Example: dspark eval --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block8
+    --prompts data/prompts/heldout.jsonl --limit 8
+    """
+    from dspark.bench.evaluate import evaluate
+    from dspark.bench.prompt_sets import read_sets
+    from dspark.bench.report import environment, print_evaluation
+    from dspark.export.load import load_draft
+    from dspark.target import load, load_tokenizer
+
+    settings = read_config(
+        config,
+        overrides,
+        override("target.path", target),
+        override("target.dtype", dtype),
+        override("eval.prompts", prompts),
+        override("eval.limit", limit),
+        override("eval.max_new_tokens", max_new_tokens),
+        override("eval.temperature", temperature),
+        override("eval.top_p", top_p),
+        override("eval.seed", seed),
+    )
+    sets = read_sets(settings.eval.prompts)
+    tokenizer = load_tokenizer(settings.target)
+    loaded = load(settings.target)
+    report = evaluate(
+        loaded,
+        load_draft(draft, target=loaded),
+        tokenizer,
+        sets,
+        settings.eval,
+        num_draft_tokens=num_draft_tokens,
+        confidence_threshold=confidence_threshold,
+    ).summary()
+    print_evaluation(report)
+    finish({"target": loaded.name, "draft": draft, **report, "environment": environment()}, as_json)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command(
+        "train",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        add_help_option=False,
+    )(_train)
+    app.command("export")(_export)
+    app.command("eval")(_eval)

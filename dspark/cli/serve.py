@@ -1,0 +1,128 @@
+"""`dspark serve`, `bench` and `demo`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dspark.cli.common import Json, finish, override, read_config
+
+__all__ = ["register"]
+
+
+def _serve(
+    target: Annotated[str, typer.Option(help="Directory, hub id or known name.")],
+    draft: Annotated[str | None, typer.Option(help="Exported draft; none: plain decoding.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    model_name: Annotated[str | None, typer.Option(help="Id that clients ask for.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DSPARK_API_KEY", help="Ask clients for this key.")
+    ] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Proposals a round.")] = None,
+    confidence_threshold: Annotated[float, typer.Option(help="0 never cuts a block.")] = 0.0,
+    max_output_tokens: Annotated[int, typer.Option(help="Most a request may ask for.")] = 8192,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait.")] = 32,
+) -> None:
+    """OpenAI-compatible server over target and draft.
+
+    Example: dspark serve --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block8
+    """
+    from dspark.export.load import load_draft
+    from dspark.serving.server import serve
+    from dspark.serving.settings import ServeSettings
+    from dspark.target import load, load_tokenizer
+
+    config = read_config(
+        None,
+        None,
+        override("target.path", target),
+        override("target.dtype", dtype),
+        override("target.device", device),
+    )
+    settings = ServeSettings(
+        num_draft_tokens=num_draft_tokens,
+        confidence_threshold=confidence_threshold,
+        max_output_tokens=max_output_tokens,
+        max_queue=max_queue,
+    )
+    tokenizer = load_tokenizer(config.target)
+    loaded = load(config.target)
+    serve(
+        loaded,
+        load_draft(draft, target=loaded) if draft else None,
+        tokenizer,
+        host=host,
+        port=port,
+        model_name=model_name,
+        settings=settings,
+        api_key=api_key,
+    )
+
+
+def _bench_serving(
+    prompts: Annotated[list[str], typer.Option(help="Files, globs or hub ids.")],
+    address: Annotated[str, typer.Option(help="Of an OpenAI-compatible server.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    limit: Annotated[int | None, typer.Option(min=1, help="First N prompts.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Output limit.")] = 256,
+    concurrency: Annotated[int, typer.Option(help="Requests under way at a time.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling noise.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Always generate max-tokens.")] = False,
+    api_key: Annotated[str | None, typer.Option(envvar="DSPARK_API_KEY")] = None,
+    as_json: Json = False,
+) -> None:
+    """TTFT, TPOT, throughput and accept length as `sglang.bench_serving` defines them.
+
+    Example: dspark bench serving --prompts data/prompts/heldout.jsonl --limit 8 --max-tokens 64
+    """
+    from rich.console import Console
+
+    from dspark.bench.prompt_sets import read_sets
+    from dspark.bench.report import environment
+    from dspark.bench.serving import measure
+
+    every = [one for rows in read_sets(prompts).values() for one in rows]
+    report = measure(
+        address,
+        list(every[:limit]),
+        max_tokens=max_tokens,
+        concurrency=concurrency,
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        api_key=api_key,
+    )
+    Console().print(report.table())
+    finish({**report.to_dict(), "environment": environment()}, as_json)
+
+
+def _demo(
+    out: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("outputs/demo"),
+    draft: Annotated[Path, typer.Option(help="Released draft to start from.")] = Path(
+        "checkpoints/smollm2-135m-dspark-block8"
+    ),
+) -> None:
+    """The main job end to end on a CPU: sample, distil, export, serve, measure.
+
+    Example: dspark demo
+    """
+    from dspark.cli.common import quiet_transformers
+    from dspark.demo import run
+
+    quiet_transformers()
+    finish(run(out, draft), as_json=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command("serve")(_serve)
+    bench = typer.Typer(help="Measure.", no_args_is_help=True)
+    bench.command("serving")(_bench_serving)
+    bench.callback()(lambda: None)
+    app.add_typer(bench, name="bench")
+    app.command("demo")(_demo)

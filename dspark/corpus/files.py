@@ -1,0 +1,177 @@
+"""Sources of rows: JSONL, JSON and Parquet files, globs, folders, data sets of the hub.
+
+Everything that is wrong with one line is that line's problem: it is counted and reading goes on.
+Lines are split at LF only (U+2028 inside a string is text); CR before it, a byte-order mark and
+blank lines are ignored, the last without being counted as rows.
+"""
+
+import glob
+import gzip
+import importlib.util
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark.corpus.rejects import Reason, Rejects, RowError
+from dspark.errors import DataError, MissingPackageError
+
+__all__ = ["RawRow", "expand", "read_rows"]
+
+_LINES = (".jsonl", ".jsonl.gz", ".ndjson")
+_SUFFIXES = (*_LINES, ".json", ".json.gz", ".parquet")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A parsed row and where it stands."""
+
+    place: str
+    """`file:line` (rows of Parquet and hub sets are numbered from 1 too)."""
+    source: str
+    value: dict[str, Any]
+
+
+def expand(sources: Sequence[str]) -> list[str]:
+    """Files (as paths) and hub ids (as `hub://owner/name:split`) behind ``sources``, in order.
+
+    Folders are searched recursively; what a glob or folder finds is sorted by name.
+
+    Raises:
+        DataError: no source is given, one does not exist, or one holds no readable file.
+    """
+    if not sources:
+        raise DataError("no data source was given; name a file, a glob, a folder or a hub id")
+    found: list[str] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if source and path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if _readable(p))
+            if not inside:
+                raise DataError(f"folder '{source}' holds no {', '.join(_SUFFIXES)} file")
+            found += map(str, inside)
+        elif source and path.exists():
+            if not _readable(path):
+                raise DataError(
+                    f"cannot tell the format of '{source}': it should end in {', '.join(_SUFFIXES)}"
+                )
+            found.append(str(path))
+        elif glob.has_magic(source):
+            matches = sorted(p for p in glob.glob(str(path), recursive=True) if _readable(Path(p)))
+            if not matches:
+                raise DataError(f"glob '{source}' matches no {', '.join(_SUFFIXES)} file")
+            found += matches
+        elif _HUB_ID.fullmatch(source) and not source.endswith(_SUFFIXES):
+            name, _, split = source.partition(":")
+            found.append(f"hub://{name}:{split or 'train'}")
+        else:
+            raise DataError(
+                f"data source '{source}' is neither an existing file or folder nor a hub id "
+                "like owner/name or owner/name:split"
+            )
+    return list(dict.fromkeys(found))
+
+
+def read_rows(source: str, rejects: Rejects) -> Iterator[RawRow]:
+    """Rows of one item of `expand`; every row read is counted in ``rejects``, bad ones as such.
+
+    Raises:
+        DataError: the source as a whole cannot be read.
+        MissingPackageError: Parquet or a hub id without `dspark[data]`.
+    """
+    if source.startswith("hub://"):
+        pairs = _hub(source)
+    elif source.endswith(".parquet"):
+        pairs = _parquet(source)
+    else:
+        pairs = _text(source)
+    for number, value in pairs:
+        rejects.read += 1
+        place = f"{source.removeprefix('hub://')}:{number}"
+        try:
+            row = value if not isinstance(value, bytes) else _parse(value)
+            if not isinstance(row, dict):
+                raise RowError(Reason.NOT_AN_OBJECT, f"a {type(row).__name__}")
+        except RowError as error:
+            rejects.add(error, place)
+            continue
+        yield RawRow(place, source, row)
+
+
+def _readable(path: Path) -> bool:
+    return path.is_file() and path.name.endswith(_SUFFIXES)
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RowError(Reason.INVALID_UTF8, f"byte {error.start}") from None
+    except RecursionError:
+        raise RowError(Reason.INVALID_JSON, "nested too deeply") from None
+    except ValueError as error:
+        raise RowError(Reason.INVALID_JSON, str(error)) from None
+
+
+def _text(source: str) -> Iterator[tuple[int, Any]]:
+    try:
+        with gzip.open(source) if source.endswith(".gz") else open(source, "rb") as file:
+            if source.endswith(_LINES) or not _is_array(head := file.read(4096)):
+                file.seek(0)
+                for number, line in enumerate(file, 1):
+                    text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                    if text.strip():
+                        yield number, text
+                return
+            rows = _parse(head.removeprefix(b"\xef\xbb\xbf") + file.read())
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read '{source}': {error}") from error
+    except RowError as error:
+        raise DataError(f"'{source}' is not valid JSON: {error.detail}") from None
+    yield from enumerate(rows, 1)
+
+
+def _is_array(head: bytes) -> bool:
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _parquet(source: str) -> Iterator[tuple[int, Any]]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise MissingPackageError(f"reading '{source}' needs pyarrow: pip install 'dspark[data]'")
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(source) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    # a column exists for every row; an absent field is a null
+                    yield number, {key: value for key, value in row.items() if value is not None}
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"cannot read '{source}': {error}") from error
+
+
+def _hub(source: str) -> Iterator[tuple[int, Any]]:
+    name, split = source.removeprefix("hub://").rsplit(":", 1)
+    if importlib.util.find_spec("datasets") is None:
+        raise MissingPackageError(
+            f"reading '{name}' from the hub needs datasets: pip install 'dspark[data]'"
+        )
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, split=split, streaming=True)
+        for number, row in enumerate(rows, 1):
+            yield number, {key: value for key, value in row.items() if value is not None}
+    except Exception as error:  # the hub client raises a dozen unrelated types
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"'{name}' is no file or folder here, and as a data set of the hub (split {split}) "
+            f"it cannot be read: {first}"
+        ) from error

@@ -1,0 +1,115 @@
+"""Prompts: what the target is asked, from rows of any known shape.
+
+Shapes: `messages`, `conversations` (role/content or ShareGPT's from/value), `turns` (the user's
+turns; the first is the prompt), `text` (one user message). `messages.conversation` holds the
+rules. Pre-tokenised rows (`input_ids`) are training data, not prompts: `tokens_only`.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from dspark.corpus.files import RawRow, expand, read_rows
+from dspark.corpus.messages import Message, conversation, user_turns
+from dspark.corpus.rejects import Reason, Rejects, RowError
+from dspark.errors import DataError
+
+__all__ = ["Prompt", "content_id", "given_id", "parse_prompt", "read_prompts"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation whose next message is the assistant's."""
+
+    id: str
+    """The row's own `id`, else a hash of the messages."""
+    messages: list[Message]
+    source: str
+    category: str | None = None
+    followups: tuple[str, ...] = ()
+    """Later user turns of a `turns` row; each is asked after the answer to the one before."""
+
+
+def read_prompts(
+    sources: Sequence[str], limit: int | None = None, rejects: Rejects | None = None
+) -> list[Prompt]:
+    """The first ``limit`` usable prompts of ``sources``, in the order of files and rows.
+
+    Raises:
+        DataError: a source does not exist, cannot be read, or holds no usable row.
+        MissingPackageError: a source needs `dspark[data]`.
+    """
+    rejects = Rejects() if rejects is None else rejects
+    prompts = list(islice(_prompts(sources, rejects), limit))
+    if rejects.rejected:
+        log.warning("%s", rejects.summary())
+    if prompts and (later := sum(bool(p.followups) for p in prompts)):
+        log.info("%d of %d prompts have further user turns", later, len(prompts))
+    return prompts
+
+
+def _prompts(sources: Sequence[str], rejects: Rejects) -> Iterator[Prompt]:
+    seen: set[str] = set()
+    for source in expand(sources):
+        good = False
+        before = rejects.rejected
+        for row in read_rows(source, rejects):
+            try:
+                prompt = parse_prompt(row)
+                good = True
+                if prompt.id in seen:
+                    raise RowError(Reason.DUPLICATE_ID, prompt.id[:40])
+            except RowError as error:
+                rejects.add(error, row.place)
+                continue
+            seen.add(prompt.id)
+            yield prompt
+        if not good:
+            why = rejects.summary() if rejects.rejected > before else "it is empty"
+            raise DataError(f"'{source}' holds no usable prompt: {why}")
+
+
+def parse_prompt(row: RawRow) -> Prompt:
+    """The prompt of one row: everything up to the last message that is not the assistant's.
+
+    Raises:
+        RowError: the row cannot be used as a prompt.
+    """
+    turns = user_turns(row.value)
+    if turns is not None:
+        messages: list[Message] = [{"role": "user", "content": turns[0]}]
+    else:
+        messages = conversation(row.value)
+        while messages[-1]["role"] == "assistant":
+            messages.pop()
+    return Prompt(
+        id=given_id(row.value) or content_id(messages, *(turns or ())[1:]),
+        messages=messages,
+        source=row.source,
+        category=_plain_text(row.value.get("category")),
+        followups=tuple(turns[1:]) if turns else (),
+    )
+
+
+def given_id(row: dict[str, Any]) -> str | None:
+    """The row's own id as text, if it has one."""
+    return _plain_text(row.get("id"))
+
+
+def _plain_text(value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return str(value).encode("utf-8", "replace").decode().strip() or None
+
+
+def content_id(messages: Sequence[Message], *more: str) -> str:
+    """16 hex digits of SHA-256 over the canonical JSON of ``messages`` (and later turns)."""
+    value = [*messages, *more]
+    canonical = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,0 +1,247 @@
+"""responses.jsonl: what the target said, token for token, and everything needed to repeat it.
+
+A row (`"format": "dspark.responses/1"`) holds ids exactly as they were sampled; nothing here
+tokenises an answer again. A row that was stopped by length ends without an end-of-turn token, so
+none is taught. Readers also take foreign rows: `input_ids` with `loss_mask`, and conversations
+with an assistant turn, which are rendered with the target's template.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dspark.corpus.chat import render_turns, template_hash
+from dspark.corpus.files import RawRow, expand, read_rows
+from dspark.corpus.messages import Message, conversation
+from dspark.corpus.prompts import content_id, given_id
+from dspark.corpus.rejects import Reason, Rejects, RowError
+from dspark.errors import DataError
+
+__all__ = ["FORMAT", "Response", "ResponseWriter", "parse_responses", "read_responses"]
+
+log = logging.getLogger(__name__)
+
+FORMAT = "dspark.responses/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """One sequence with its supervision. Fields that a foreign row does not tell are None."""
+
+    id: str
+    """Id of the prompt, or of the row it was read from."""
+    sample: int = 0
+    """Number of this answer among the answers to the same prompt."""
+    messages: list[Message] = field(default_factory=list)
+    """The conversation, the sampled answer included; empty for pre-tokenised rows."""
+    input_ids: list[int]
+    loss_mask: list[int]
+    """1 where the target produced the token; same length as `input_ids`."""
+    finish_reason: str | None = None
+    """`stop`: ends with the target's end-of-turn token; `length`: it was cut."""
+    setting_index: int | None = None
+    """Position of `sampling` in `sample.settings`."""
+    sampling: dict[str, Any] | None = None
+    """temperature, top_p, top_k, min_p and max_new_tokens."""
+    seed: int | None = None
+    thinking: bool | None = None
+    """What the template was given as `enable_thinking`."""
+    target: str | None = None
+    target_revision: str | None = None
+    target_fingerprint: str | None = None
+    template_hash: str | None = None
+    settings_hash: str | None = None
+    """Hash of everything that must agree for rows to stand in one file (`sampler`)."""
+    source: str | None = None
+    category: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Unique name of the row: `id`, and `id#n` for further answers to the same prompt."""
+        return f"{self.id}#{self.sample}" if self.sample else self.id
+
+    @property
+    def num_supervised(self) -> int:
+        return sum(self.loss_mask)
+
+    def to_json(self) -> str:
+        """One line, without the line feed."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False)
+
+
+class ResponseWriter:
+    """Appends rows so that a kill at any moment loses at most the rows not yet flushed.
+
+    Opening repairs the last line of a killed run: complete but for the line feed, it is closed;
+    half written, it is removed. Use as a context manager.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab+")  # noqa: SIM115 - closed in __exit__
+        self._repair(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def write(self, rows: Iterable[Response]) -> None:
+        """Append ``rows`` and wait until they are on disk."""
+        self._file.write("".join(row.to_json() + "\n" for row in rows).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _repair(self, path: Path) -> None:
+        end = start = self._file.seek(0, os.SEEK_END)
+        newline = -1
+        while start > 0 and newline < 0:
+            stop, start = start, max(0, start - (1 << 16))
+            self._file.seek(start)
+            newline = self._file.read(stop - start).rfind(b"\n")
+        keep = start + newline + 1
+        if keep == end:
+            return
+        self._file.seek(keep)
+        try:
+            json.loads(self._file.read())
+            self._file.write(b"\n")
+        except ValueError:
+            log.warning("%s: dropping a half-written last line (%d bytes)", path, end - keep)
+            self._file.truncate(keep)
+
+
+def read_responses(
+    sources: Sequence[str],
+    tokenizer: Any = None,
+    *,
+    rejects: Rejects | None = None,
+    thinking: bool | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[Response]:
+    """Rows of files, globs, folders or hub ids that can be trained on, in order.
+
+    A conversation may give several rows (`chat.render_turns`); it is counted as one row read.
+
+    Args:
+        tokenizer: needed for conversations that are not tokenised yet.
+        rejects: counts of rows read and rejected are added here.
+        thinking: how conversations that are not tokenised yet are rendered.
+        vocab_size: rows with an id at or above it are rejected.
+
+    Raises:
+        DataError: a source cannot be read, holds no usable row, or holds conversations while
+            no tokenizer was given.
+    """
+    rejects = Rejects() if rejects is None else rejects
+    seen: set[str] = set()
+    for source in expand(sources):
+        good = False
+        before = rejects.rejected
+        for raw in read_rows(source, rejects):
+            try:
+                rows = parse_responses(raw, tokenizer, thinking=thinking, vocab_size=vocab_size)
+                good = True
+                if any(row.key in seen for row in rows):
+                    raise RowError(Reason.DUPLICATE_ID, rows[0].key[:40])
+            except RowError as error:
+                rejects.add(error, raw.place)
+                continue
+            seen.update(row.key for row in rows)
+            yield from rows
+        if not good:
+            why = rejects.summary() if rejects.rejected > before else "it is empty"
+            raise DataError(f"'{source}' holds no usable response: {why}")
+
+
+def parse_responses(
+    raw: RawRow,
+    tokenizer: Any = None,
+    *,
+    thinking: bool | None = None,
+    vocab_size: int | None = None,
+) -> list[Response]:
+    """Training rows of one row of any shape.
+
+    Raises:
+        RowError: it cannot be trained on.
+        DataError: it has to be rendered and ``tokenizer`` is None.
+    """
+    row = raw.value
+    if "input_ids" in row:
+        return [_tokenised(raw, vocab_size)]
+    messages = conversation(row)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise RowError(Reason.NO_ANSWER)
+    if tokenizer is None:
+        raise DataError(f"{raw.place} is a conversation: reading it needs the target's tokenizer")
+    given = row.get("thinking")
+    thinking = given if isinstance(given, bool) else thinking
+    rendered = render_turns(tokenizer, messages, thinking=thinking)
+    name = given_id(row) or content_id(messages)
+    category = row.get("category")
+    return [
+        Response(
+            id=name if turn == 0 else f"{name}/{turn}",
+            messages=messages,
+            input_ids=one.input_ids,
+            loss_mask=one.loss_mask,
+            thinking=thinking,
+            template_hash=template_hash(tokenizer),
+            source=raw.source,
+            category=category if isinstance(category, str) else None,
+        )
+        for turn, one in enumerate(rendered)
+    ]
+
+
+def _tokenised(raw: RawRow, vocab_size: int | None) -> Response:
+    row = raw.value
+    if "format" in row and row["format"] != FORMAT:
+        raise RowError(Reason.UNKNOWN_FORMAT, f"{row['format']!r}, this version reads {FORMAT}")
+    ids, mask = row["input_ids"], row.get("loss_mask")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        raise RowError(Reason.BAD_TOKEN_IDS, "input_ids must be a list of ids")
+    if not isinstance(mask, list) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
+        raise RowError(Reason.BAD_TOKEN_IDS, "loss_mask must be a list of 0 and 1")
+    if len(mask) != len(ids):
+        raise RowError(Reason.MASK_LENGTH, f"{len(ids)} ids, {len(mask)} mask entries")
+    if vocab_size is not None and max(ids) >= vocab_size:
+        raise RowError(Reason.ID_OUT_OF_VOCABULARY, f"{max(ids)}, vocabulary {vocab_size}")
+    known = {name: row[name] for name in _OWN_FIELDS if row.get(name) is not None}
+    if not all(isinstance(known.get(name, kind()), kind) for name, kind in _FIELD_TYPES.items()):
+        raise RowError(Reason.UNKNOWN_FORMAT, "a field has the wrong type")
+    known.update(input_ids=ids, loss_mask=[int(m) for m in mask])
+    known.setdefault("source", raw.source)
+    known["id"] = given_id(row) or content_id([{"input_ids": ids}])
+    return Response(**known)
+
+
+_OWN_FIELDS = tuple(Response.__dataclass_fields__)
+_FIELD_TYPES: dict[str, type] = {
+    "sample": int,
+    "messages": list,
+    "finish_reason": str,
+    "setting_index": int,
+    "sampling": dict,
+    "seed": int,
+    "thinking": bool,
+    "target": str,
+    "target_revision": str,
+    "target_fingerprint": str,
+    "template_hash": str,
+    "settings_hash": str,
+    "source": str,
+    "category": str,
+}

@@ -1,0 +1,204 @@
+"""The model card (README.md) of an exported draft; a fact that was not given is not claimed."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["CardFacts", "SetResult", "render"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetResult:
+    """Accept length over one prompt set, as `dspark eval` measured it."""
+
+    name: str
+    accept_length: float
+    accepted_drafts: float
+    num_prompts: int
+    rounds: int
+    interval: tuple[float, float] | None = None
+    """95% bootstrap interval of ``accept_length`` over prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """What the card says beside the shape of the draft."""
+
+    title: str | None = None
+    """None: made of the target's name and the block size."""
+    licence: str | None = None
+    """SPDX id in lower case, such as `apache-2.0`; None: the card says that none was stated."""
+    sampling: Sequence[Mapping[str, Any]] = ()
+    """Sampling settings of the training responses, with their weights."""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Short facts: steps, rows, supervised tokens, hours, hardware."""
+    results: Sequence[SetResult] = ()
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """How ``results`` came about: command, commit, hardware, date, temperature, max_new_tokens."""
+    notes: Sequence[str] = ()
+    """Sentences a reader must not miss, such as that this is a toy."""
+
+
+_METRIC = """\
+`accept_length` is the mean number of tokens a verify round adds to the output, the target's own
+token (bonus or correction) included, pooled over all rounds of a set; the token that the prefill
+yields is no round, and a round cut by a stop token counts only what stood before the cut.
+`accepted_drafts` counts the kept draft tokens alone. With a block of {k}, a round proposes {k}
+tokens and adds at most {top}.
+"""
+
+_USE = """\
+The draft shares the target's embedding and output head{frozen}; it is of no use without this
+target.
+
+```
+dspark serve --target {target} --draft {path}
+dspark eval --target {target} --draft {path} --prompts prompts.jsonl
+```
+
+SGLang (a given `--speculative-num-draft-tokens` must be {window}):
+
+```
+--speculative-algorithm DSPARK --speculative-draft-model-path {path}
+```
+
+vLLM{vllm_limit}:
+
+```
+--speculative-config '{{"method": "dspark", "model": "{path}", "num_speculative_tokens": {k}}}'
+```
+
+The two engines' switches are theirs and change; which of their versions were tried with this
+draft is said below only if it was measured.
+"""
+
+
+def render(
+    facts: CardFacts,
+    *,
+    config: Mapping[str, Any],
+    target: Mapping[str, Any],
+    num_parameters: int,
+    frozen_included: bool,
+    check: Mapping[str, Any] | None,
+    path: str,
+) -> str:
+    """The card as Markdown with the hub's front matter.
+
+    Args:
+        config: what is written as config.json.
+        target: `name`, `revision`, `fingerprint` of the target.
+        num_parameters: trained parameters, the target's tables not counted.
+        frozen_included: copies of the target's tables are in the file.
+        check: result of the export check; None when it was not run.
+        path: how commands on the card name this directory.
+    """
+    name = str(target["name"])
+    block = int(config["block_size"])
+    title = facts.title or f"DSpark draft for {name}, block {block}"
+    parts = [
+        _front_matter(facts, name),
+        f"# {title}",
+        _identity(config, target, num_parameters),
+        *(f"**{note}**" for note in facts.notes),
+        "## Use",
+        _USE.format(
+            target=name,
+            path=path,
+            k=block,
+            window=block + 1,
+            frozen=" (copies are in the file)" if frozen_included else " (not in the file)",
+            vllm_limit=""
+            if config["markov_head_type"] == "vanilla"
+            else f" (reads vanilla Markov heads only; this one is {config['markov_head_type']})",
+        ),
+        "## Accept length",
+        _METRIC.format(k=block, top=block + 1),
+        _results(facts),
+        _check(check),
+        "## Training",
+        _training(facts),
+        "## Licence",
+        f"{facts.licence}" if facts.licence else "No licence was stated when this was exported.",
+    ]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _front_matter(facts: CardFacts, target: str) -> str:
+    # JSON strings are YAML strings, whatever characters the name holds
+    lines = ["---", f"base_model: {json.dumps(target, ensure_ascii=False)}"]
+    if facts.licence:
+        lines.append(f"license: {json.dumps(facts.licence)}")
+    return "\n".join([*lines, "tags: [speculative-decoding, dspark, draft-model]", "---"])
+
+
+def _identity(config: Mapping[str, Any], target: Mapping[str, Any], num_parameters: int) -> str:
+    rows = {
+        "target": target["name"],
+        "target revision": target.get("revision") or "not pinned",
+        "target fingerprint": target["fingerprint"],
+        "trained parameters": f"{num_parameters:,}",
+        "layers": config["num_hidden_layers"],
+        "block size": config["block_size"],
+        "tapped target layers (0-based outputs)": ", ".join(map(str, config["target_layer_ids"])),
+        "Markov head": f"{config['markov_head_type']}, rank {config['markov_rank']}"
+        if config["markov_rank"]
+        else "none",
+        "confidence head": "yes" if config["enable_confidence_head"] else "no",
+        "mask token id": config["mask_token_id"],
+    }
+    return _table(("", ""), rows.items())
+
+
+def _table(head: Sequence[str], rows: Any) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def _results(facts: CardFacts) -> str:
+    if not facts.results:
+        return "No prompt set was measured for this card."
+    rows = []
+    for one in facts.results:
+        low_high = f"{one.interval[0]:.3f} to {one.interval[1]:.3f}" if one.interval else "-"
+        figures = (f"{one.accept_length:.3f}", low_high, f"{one.accepted_drafts:.3f}")
+        rows.append((one.name, *figures, one.num_prompts, one.rounds))
+    head = ("set", "accept_length", "95% interval", "accepted_drafts", "prompts", "rounds")
+    return _table(head, rows) + "\n\n" + _facts(facts.measured, "How this was measured")
+
+
+def _facts(facts: Mapping[str, Any], title: str) -> str:
+    if not facts:
+        return ""
+    return f"{title}:\n\n" + "\n".join(f"- {key}: {_flat(value)}" for key, value in facts.items())
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(str(item) for item in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    return str(value)
+
+
+def _check(check: Mapping[str, Any] | None) -> str:
+    if check is None:
+        return "The export check was not run."
+    return (
+        f"Export check: reloaded in a clean process, {check['num_prompts']} fixed prompts, greedy, "
+        f"{check['max_new_tokens']} new tokens at most: accept_length "
+        f"{check['accept_length']:.3f}, against {check['expected']:.3f} "
+        f"({check['expected_from']})."
+    )
+
+
+def _training(facts: CardFacts) -> str:
+    parts = [_facts(facts.training, "Distilled with dspark")]
+    if facts.sampling:
+        keys = list(dict.fromkeys(key for one in facts.sampling for key in one))
+        rows = [[one.get(key, "-") for key in keys] for one in facts.sampling]
+        parts.append("Responses of the target were sampled with:\n\n" + _table(keys, rows))
+    text = "\n\n".join(part for part in parts if part)
+    return text or "`provenance.json` holds what is known."

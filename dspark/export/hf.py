@@ -1,0 +1,236 @@
+"""A trained draft to a Hugging Face directory that SGLang, vLLM, DeepSpec's class and we can load.
+
+    config.json         `config_json.to_json`
+    model.safetensors   bfloat16, DeepSpec's names; the target's two tables only when asked
+    README.md           the card
+    provenance.json     run, target, versions, and the list of these files
+    check.json          prompts and accept length of the export check
+    tokenizer files     the target's, when a tokenizer is given
+
+The directory is written under another name, checked there, and renamed last, so that what has its
+name is complete and has passed.
+"""
+
+import hashlib
+import os
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dspark import provenance
+from dspark.draft import DSparkConfig, DSparkDraftModel
+from dspark.errors import CheckpointError, ConfigError, RunError
+from dspark.export.card import CardFacts, render
+from dspark.export.check import Probe, check_in_clean_process, measure, save_probe
+from dspark.export.config_json import to_json
+from dspark.export.place import PROVENANCE_NAME, check_place, put
+from dspark.export.prompts import fixed_prompts
+from dspark.export.source import Source, read_source
+from dspark.export.tensors import FROZEN, WEIGHTS_NAME
+from dspark.target import Target
+
+__all__ = ["Format", "export_draft"]
+
+Format = Literal["hf", "sglang", "vllm"]
+"""Who will read it. The files are the same; what an engine cannot serve is refused."""
+
+_PROBE_TOKENS = 64
+
+
+def export_draft(
+    source: Path | str | DSparkDraftModel,
+    out: Path | str,
+    target: Target,
+    *,
+    format: Format = "hf",
+    include_frozen: bool = False,
+    tokenizer: Any = None,
+    facts: CardFacts | None = None,
+    probe: Probe | None = None,
+    check: bool = True,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Export ``source`` to the directory ``out`` and return what its provenance.json says.
+
+    Args:
+        source: a checkpoint, a run directory (its best checkpoint, else its newest), an exported
+            draft, or a model.
+        include_frozen: also write copies of the target's embedding and head. Engines and our
+            loader share the target's and ignore them; DeepSpec's class needs them.
+        tokenizer: the target's, to be written along; its template also renders the fixed prompts
+            of the check when no other prompts are known.
+        facts: for the card, beside what the checkpoint tells.
+        probe: prompts and figure of the check; None takes the trainer's (check.json in the
+            checkpoint), and without one decodes fixed prompts with the unrounded weights first.
+        check: reload in a clean process and compare; False leaves it out, and the card says so.
+        overwrite: replace a directory that holds files not written by an export.
+
+    Raises:
+        CheckpointError: the source cannot be exported, or ``out`` must not be replaced.
+        ConfigError: ``format`` cannot serve this draft, or there are no prompts to check by.
+        RunError: the check failed, or the disk refused.
+    """
+    place = Path(out).expanduser().absolute()
+    origin = None if isinstance(source, DSparkDraftModel) else Path(source).expanduser()
+    check_place(place, origin, overwrite=overwrite)
+    read = read_source(source, target)
+    _check_format(read.draft.config, format)
+    aside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        record = _write(read, aside, place, target, format, include_frozen, tokenizer)
+        verdict = None
+        if check:
+            save_probe(aside, probe or read.probe or _own_probe(read, target, tokenizer))
+            verdict = check_in_clean_process(aside, target)
+        _finish(read, aside, place, record, facts, include_frozen, verdict)
+        put(aside, place)
+    except OSError as error:
+        raise RunError(f"cannot write the export {place}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return record
+
+
+def _check_format(config: DSparkConfig, format: Format) -> None:
+    if format != "hf" and config.markov_rank == 0:
+        raise ConfigError(f"--format {format}: this engine needs a Markov head, markov_rank is 0")
+    if format == "vllm" and config.markov_head_type != "vanilla":
+        raise ConfigError(
+            "--format vllm: vLLM reads vanilla Markov heads only, markov_head_type is "
+            f"{config.markov_head_type}"
+        )
+
+
+def _write(
+    read: Source,
+    aside: Path,
+    place: Path,
+    target: Target,
+    format: Format,
+    include_frozen: bool,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """config.json, weights and tokenizer; returns the provenance."""
+    draft = read.draft
+    weights = {name: parameter.detach() for name, parameter in draft.trainable()}
+    if include_frozen:
+        # clones: a tied target has one table under two names, which safetensors refuses
+        tables = (target.embed_weight.clone(), target.head_weight.clone())
+        weights.update(zip(FROZEN, tables, strict=True))
+    save_file(_rounded(weights, place), aside / WEIGHTS_NAME, metadata={"format": "pt"})
+    provenance.write_json(
+        aside / "config.json", to_json(draft.config, architecture=_architecture(target))
+    )
+    record: dict[str, Any] = provenance.collect(
+        kind="dspark-export",
+        format=format,
+        target={
+            "name": target.name,
+            "revision": target.revision,
+            "fingerprint": target.fingerprint(),
+        },
+        source=str(read.path) if read.path else None,
+        step=read.step,
+        trainer_accept_length=read.accept_length,
+        num_parameters=sum(parameter.numel() for _, parameter in draft.trainable()),
+        config=read.config.model_dump(mode="json") if read.config else None,
+        training=read.provenance,
+    )
+    if tokenizer is not None:
+        tokenizer.save_pretrained(aside)
+        template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+        record["template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
+    return record
+
+
+def _rounded(weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
+    broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    if broken:
+        raise CheckpointError(
+            f"{place} was not written: {', '.join(broken)} holds NaN or infinity, so the training "
+            "has diverged; export an earlier checkpoint"
+        )
+    return {
+        name: tensor.to(device="cpu", dtype=torch.bfloat16).contiguous()
+        for name, tensor in weights.items()
+    }
+
+
+def _architecture(target: Target) -> str:
+    """Engines pick the draft's entry by the target's family; the network is the same."""
+    names = getattr(target.model.config, "architectures", None) or [""]
+    return "LingDSparkModel" if names[0].startswith("Bailing") else "Qwen3DSparkModel"
+
+
+def _own_probe(read: Source, target: Target, tokenizer: Any) -> Probe:
+    if tokenizer is None:
+        raise ConfigError(
+            "the export check has no prompts: the checkpoint records none, and without a "
+            "tokenizer none can be made; give one of the two, or leave the check out"
+        )
+    prompts = fixed_prompts(tokenizer)
+    stats = measure(target, read.draft, prompts, _PROBE_TOKENS)
+    return Probe(
+        prompt_ids=prompts,
+        max_new_tokens=_PROBE_TOKENS,
+        expected=stats.accept_length,
+        expected_from="the checkpoint's unrounded weights in the exporting process",
+    )
+
+
+def _finish(
+    read: Source,
+    aside: Path,
+    place: Path,
+    record: dict[str, Any],
+    facts: CardFacts | None,
+    include_frozen: bool,
+    verdict: dict[str, Any] | None,
+) -> None:
+    """Card and provenance, which tell the result of the check."""
+    shape = to_json(read.draft.config, architecture="")
+    card = render(
+        _with_run(facts or CardFacts(), read),
+        config=shape,
+        target=record["target"],
+        num_parameters=record["num_parameters"],
+        frozen_included=include_frozen,
+        check=verdict,
+        path=place.name,
+    )
+    provenance.write_text(aside / "README.md", card)
+    record["check"] = verdict
+    record["card"] = asdict(facts) if facts else None
+    record["files"] = sorted([*(path.name for path in aside.iterdir()), PROVENANCE_NAME])
+    provenance.write_json(aside / PROVENANCE_NAME, record)
+
+
+def _with_run(facts: CardFacts, read: Source) -> CardFacts:
+    """``facts`` with what the checkpoint says where they say nothing."""
+    if read.config is None:
+        return facts
+    config = read.config
+    loss = config.loss
+    run = {
+        "optimizer steps": read.step,
+        "learning rate": f"{config.train.lr:g}, {config.train.schedule}",
+        "anchors a row": config.train.num_anchors,
+        "loss weights": {
+            "CE": loss.ce_weight,
+            "L1": loss.l1_weight,
+            "confidence": loss.confidence_weight,
+            "accept length": loss.accept_length_weight,
+        },
+        "seed": config.train.seed,
+    }
+    if read.accept_length is not None:
+        run["accept_length over the trainer's validation prompts"] = f"{read.accept_length:.3f}"
+    sampling = [one.model_dump(mode="json") for one in config.sample.settings]
+    return replace(facts, training=facts.training or run, sampling=facts.sampling or sampling)

@@ -1,0 +1,143 @@
+"""An exported draft directory, ours or another trainer's, as a draft that fits its target.
+
+Everything that would only show as an accept length near 1 is refused here, in one sentence with
+both numbers: missing or surplus tensors, another vocabulary, layers the target does not have.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from dspark.draft import DSparkConfig, DSparkDraftModel
+from dspark.errors import CheckpointError
+from dspark.export.config_json import from_json, read_json
+from dspark.export.tensors import FROZEN, misfits, read_tensors
+from dspark.target import Target
+
+__all__ = ["build_draft", "check_fit", "load_draft", "read_config"]
+
+_TRAINING_FILES = ("trainer_state.json", "optimizer.pt", "latest")
+
+
+def read_config(path: str | Path) -> DSparkConfig:
+    """Shape of the draft in ``path``; weights are not read.
+
+    Raises:
+        CheckpointError: no exported draft, or one that is not understood.
+    """
+    directory = _directory(path)
+    return from_json(read_json(directory), str(directory / "config.json"))
+
+
+def load_draft(
+    path: str | Path,
+    *,
+    target: Target | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> DSparkDraftModel:
+    """Load an exported draft (config.json and safetensors, single or indexed) in evaluation mode.
+
+    Args:
+        target: its embedding and head are attached, and device and dtype default to its own.
+            Without it, copies of the two tables are attached if the directory holds them.
+        device: where the weights go; without a target the default is the CPU.
+        dtype: of the weights; without a target the default is the one they are stored in.
+
+    Raises:
+        CheckpointError: it is a training checkpoint, is incomplete, or does not fit the target.
+    """
+    config = read_config(path)
+    directory = _directory(path)
+    if target is not None:
+        check_fit(config, target, str(directory))
+    return build_draft(
+        config,
+        read_tensors(directory),
+        where=str(directory),
+        target=target,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def _directory(path: str | Path) -> Path:
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise CheckpointError(f"draft '{path}' is not a directory")
+    if any((directory / name).exists() for name in _TRAINING_FILES):
+        raise CheckpointError(
+            f"{directory}: this is a training checkpoint; run `dspark export` first"
+        )
+    return directory
+
+
+def check_fit(config: DSparkConfig, target: Target, where: str) -> None:
+    """Does a draft of this shape belong to ``target``?
+
+    Raises:
+        CheckpointError: names the key, the draft's number and the target's.
+    """
+    ids = list(config.target_layer_ids or ())
+    if ids and ids[-1] >= target.num_layers:
+        raise CheckpointError(
+            f"{where}: target_layer_ids {ids} does not fit target '{target.name}', whose layers "
+            f"are 0..{target.num_layers - 1}"
+        )
+    for key, mine, theirs in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if mine != theirs:
+            raise CheckpointError(
+                f"{where}: {key} is {mine} but target '{target.name}' has {theirs}; "
+                "this draft was made for another target"
+            )
+    if config.max_position_embeddings < target.max_position_embeddings:
+        raise CheckpointError(
+            f"{where}: max_position_embeddings is {config.max_position_embeddings} but target "
+            f"'{target.name}' has {target.max_position_embeddings}; drafting would fail on "
+            "longer prompts"
+        )
+
+
+def build_draft(
+    config: DSparkConfig,
+    tensors: dict[str, Tensor],
+    *,
+    where: str,
+    target: Target | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> DSparkDraftModel:
+    """A draft from its shape and its tensors by name; ``where`` names them in errors.
+
+    Raises:
+        CheckpointError: every missing, surplus and misshaped tensor, in one message.
+    """
+    with torch.device("meta"):
+        draft: DSparkDraftModel = DSparkDraftModel(config)
+    expected = {name: tuple(parameter.shape) for name, parameter in draft.trainable()}
+    table = (config.vocab_size, config.hidden_size)
+    fault = misfits(tensors, expected, dict.fromkeys(FROZEN, table))
+    if fault:
+        raise CheckpointError(f"{where} does not fit its config: {fault}")
+    if target is not None:
+        device = target.device if device is None else device
+        dtype = target.dtype if dtype is None else dtype
+    placed = {
+        name: tensors[name].to(device=device, dtype=dtype, copy=True).contiguous()
+        for name in expected
+    }
+    draft.load_state_dict(placed, assign=True)
+    # its tables are float32 functions of the config: rebuilt off the meta device, never cast
+    draft.rotary_emb = Qwen3RotaryEmbedding(config).to(device)
+    if target is not None:
+        draft.attach(target.embed_weight, target.head_weight)
+    elif all(name in tensors for name in FROZEN):
+        draft.attach(*(tensors[name].to(device=device, dtype=dtype) for name in FROZEN))
+    draft.train(False)
+    return draft

@@ -1,0 +1,120 @@
+"""What is exported: a training checkpoint's weights and what its files say about the run.
+
+The trainer's layout: `checkpoint-<step>/` with model.safetensors (float32, the draft's own
+weights), config.json, trainer_state.json, config.yaml, provenance.json and, written last,
+COMPLETE; beside the checkpoints the links `best` and `latest`.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark import config_io
+from dspark.config import Config
+from dspark.draft import DSparkDraftModel
+from dspark.errors import CheckpointError
+from dspark.export.check import PROBE_NAME, Probe, read_probe
+from dspark.export.config_json import ARCHITECTURES, from_json, read_json
+from dspark.export.load import build_draft, check_fit, load_draft
+from dspark.export.tensors import read_tensors
+from dspark.target import Target
+
+__all__ = ["Source", "find_checkpoint", "read_source"]
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A draft as it was trained, before it is rounded for export."""
+
+    draft: DSparkDraftModel
+    path: Path | None = None
+    step: int | None = None
+    accept_length: float | None = None
+    """The trainer's figure over its validation prompts, if this checkpoint is its best one."""
+    probe: Probe | None = None
+    config: Config | None = None
+    """Resolved settings of the run."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """The checkpoint's own."""
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The complete checkpoint at ``path``; of a run directory its `best`, else its newest.
+
+    Raises:
+        CheckpointError: there is none, or it was half written.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"'{path}' is not a directory; give a checkpoint or a run directory")
+    if (path / "trainer_state.json").exists():
+        if not (path / "COMPLETE").exists():
+            raise CheckpointError(
+                f"{path} has no COMPLETE file: it was half written; export another checkpoint"
+            )
+        return path
+    steps = {
+        int(match[1]): child
+        for child in path.iterdir()
+        if (match := _NAME.fullmatch(child.name)) and (child / "COMPLETE").exists()
+    }
+    best = path / "best"
+    if (best / "COMPLETE").exists():
+        return best.resolve()
+    if not steps:
+        raise CheckpointError(f"{path} holds no complete checkpoint-<step> directory")
+    return steps[max(steps)]
+
+
+def read_source(source: Path | str | DSparkDraftModel, target: Target) -> Source:
+    """A checkpoint, a run directory, an exported draft or a model, in float32 (a model: as it is).
+
+    Raises:
+        CheckpointError: it is missing, incomplete, or does not fit ``target``.
+    """
+    if isinstance(source, DSparkDraftModel):
+        check_fit(source.config, target, "the draft")
+        return Source(draft=source)
+    path = Path(source).expanduser()
+    if (path / "config.json").exists() and not (path / "trainer_state.json").exists():
+        draft = load_draft(path, target=target, dtype=torch.float32)
+        return Source(draft=draft, path=path.resolve())
+    return _read_checkpoint(find_checkpoint(path), target)
+
+
+def _read_checkpoint(path: Path, target: Target) -> Source:
+    # the trainer does not name the architecture that an export will claim
+    raw = {**read_json(path), "architectures": [ARCHITECTURES[0]]}
+    shape = from_json(raw, str(path / "config.json"))
+    check_fit(shape, target, str(path))
+    draft = build_draft(
+        shape, read_tensors(path), where=str(path), target=target, dtype=torch.float32
+    )
+    state = _json(path / "trainer_state.json")
+    best = state.get("best") or {}
+    settings = path / "config.yaml"
+    return Source(
+        draft=draft,
+        path=path.resolve(),
+        step=state.get("step"),
+        accept_length=best.get("accept_length") if best.get("step") == state.get("step") else None,
+        probe=read_probe(path) if (path / PROBE_NAME).exists() else None,
+        config=config_io.load(settings) if settings.exists() else None,
+        provenance=_json(path / "provenance.json"),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if the file is missing."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    return value if isinstance(value, dict) else {}

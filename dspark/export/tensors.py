@@ -1,0 +1,82 @@
+"""Weights of an exported draft on disk: one safetensors file, or several behind an index.
+
+Names are those of `DSparkDraftModel`; files that put `model.` before them are read as well.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dspark.errors import CheckpointError
+
+__all__ = ["FROZEN", "INDEX_NAME", "WEIGHTS_NAME", "misfits", "read_tensors"]
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+FROZEN = ("embed_tokens.weight", "lm_head.weight")
+"""Copies of the target's tables: in the file or not, as the writer liked."""
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a draft by name, on the CPU, in the dtype they are stored in.
+
+    Raises:
+        CheckpointError: no weights, a shard missing or unreadable, a name that stands twice.
+    """
+    tensors: dict[str, Tensor] = {}
+    for shard in _shards(directory):
+        try:
+            with safe_open(str(shard), framework="pt") as file:  # type: ignore[no-untyped-call]
+                held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read the weights {shard}: {error}") from None
+        for name, tensor in held.items():
+            plain = name.removeprefix("model.")
+            if plain.startswith("rotary_emb."):
+                continue  # a function of the config, not a weight
+            if plain in tensors:
+                raise CheckpointError(f"{directory} holds the tensor '{plain}' twice")
+            tensors[plain] = tensor
+    return tensors
+
+
+def _shards(directory: Path) -> list[Path]:
+    single, index = directory / WEIGHTS_NAME, directory / INDEX_NAME
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise CheckpointError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}")
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors shards: {error!r}") from None
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{directory} lacks the shards {', '.join(missing)} of its index")
+    return [directory / name for name in names]
+
+
+def misfits(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+) -> str:
+    """What is missing, surplus or misshaped, as one clause; empty when all fits."""
+    known = {**expected, **optional}
+    missing = [name for name in expected if name not in tensors]
+    surplus = [name for name in tensors if name not in known]
+    shapes = [
+        f"{name} is {list(tensors[name].shape)} where the config wants {list(shape)}"
+        for name, shape in known.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    parts = []
+    if missing:
+        parts.append(f"missing {', '.join(missing)}")
+    if surplus:
+        parts.append(f"not expected {', '.join(sorted(surplus))}")
+    return "; ".join(parts + shapes)

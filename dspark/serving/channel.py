@@ -1,0 +1,86 @@
+"""One request between the event loop and the worker's thread, ended when its client leaves."""
+
+import asyncio
+from typing import Any
+
+from dspark.serving.engine import Draining, Engine, QueueFull
+from dspark.serving.prepare import Work
+from dspark.serving.protocol import ApiError
+from dspark.serving.request import Delta, Event, Failed, Finished, Job
+
+__all__ = ["Channel", "ClientGone"]
+
+
+class ClientGone(Exception):
+    """The connection was closed before the request ended."""
+
+
+class Channel:
+    """Submits a request and awaits its events; `close` it in any case."""
+
+    def __init__(self, engine: Engine, work: Work, request_id: str, receive: Any) -> None:
+        """``receive``: the ASGI callable, whose next message is the disconnect.
+
+        Raises:
+            ApiError: 429, the queue is full; 503, the server is shutting down.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        try:
+            self._job: Job = engine.submit(request_id, work.prompt_ids, work.params, self._emit)
+        except QueueFull as error:
+            raise ApiError(
+                429,
+                str(error),
+                kind="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            ) from None
+        except Draining as error:
+            raise unavailable(str(error)) from None
+        self._request_id = request_id
+        self._watch = asyncio.create_task(self._until_gone(receive))
+
+    def _emit(self, event: Event) -> None:
+        """Called on the worker's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def _until_gone(self, receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._job.cancel()
+        self._events.put_nowait(None)
+
+    async def next(self) -> Delta | Finished:
+        """The next event; the last one is a `Finished`.
+
+        Raises:
+            ClientGone: the client has left.
+            ApiError: 500, the request failed; 503, its time was up before its turn came.
+        """
+        event = await self._events.get()
+        if event is None:
+            raise ClientGone
+        if isinstance(event, Failed):
+            if event.reason == "deadline":
+                raise unavailable(event.message)
+            raise ApiError(
+                500,
+                f"{event.message}; request {self._request_id}",
+                kind="server_error",
+                code="internal_error",
+            )
+        return event
+
+    def close(self) -> None:
+        """Stop watching; a request that is still running is cancelled."""
+        self._watch.cancel()
+        self._job.cancel()
+
+
+def unavailable(message: str) -> ApiError:
+    """A 503 that asks to come back."""
+    return ApiError(
+        503, message, kind="server_error", code="unavailable", headers={"Retry-After": "5"}
+    )

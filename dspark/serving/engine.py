@@ -1,0 +1,262 @@
+"""One decode at a time on a worker thread: queue, cancellation, deadlines, figures.
+
+The engine takes token ids and hands out text: `decoding.loop.stream` decodes, `TextStream` turns
+its commits into text and finds stop strings, and whatever stands behind a stop counts nowhere: not
+in the text, nor in the usage, nor in the accept length. Between two steps the worker looks whether
+the client has gone or the request's time is up.
+"""
+
+import copy
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from dspark.decoding import DecodeParams, draft_limit, stream
+from dspark.draft import DSparkDraftModel
+from dspark.errors import ConfigError, RunError
+from dspark.serving.metrics import Metrics
+from dspark.serving.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GenerateParams,
+    Job,
+    Output,
+)
+from dspark.serving.settings import ServeSettings
+from dspark.target import Target
+
+__all__ = ["Draining", "Engine", "QueueFull"]
+
+log = logging.getLogger(__name__)
+
+
+class QueueFull(RunError):
+    """As many requests wait as may."""
+
+
+class Draining(RunError):
+    """The engine takes no new requests."""
+
+
+class Engine:
+    """FIFO queue and worker over a target and, if given, a draft.
+
+    Raises:
+        ConfigError: ``num_draft_tokens`` does not fit the draft.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DSparkDraftModel | None,
+        tokenizer: Any,
+        settings: ServeSettings | None = None,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.settings = settings or ServeSettings()
+        # a copy: fast tokenizers refuse to be used from two threads at the same time
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self.num_draft_tokens = _num_draft_tokens(draft, self.settings)
+        self.metrics = Metrics(self.num_draft_tokens)
+        eos = getattr(tokenizer, "eos_token_id", None)
+        self._stop_ids = frozenset(() if eos is None else (eos,))
+        self._queue: deque[Job] = deque()
+        self._running: Job | None = None
+        self._wake = threading.Condition()
+        self._draining = False
+        self._closed = False
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._work, name="dspark-worker", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: GenerateParams,
+        emit: Callable[[Event], None],
+    ) -> Job:
+        """Queue a request.
+
+        Raises:
+            QueueFull: ``max_queue`` requests wait already.
+            Draining: the engine is about to end.
+        """
+        job = Job(request_id, prompt_ids, params, emit)
+        with self._wake:
+            if self._draining:
+                raise Draining("the server is shutting down and takes no new requests")
+            waiting = sum(not one.cancelled for one in self._queue)
+            if self._running is not None and waiting >= self.settings.max_queue:
+                raise QueueFull(f"{waiting} requests are waiting, which is the limit; try later")
+            self._queue.append(job)
+            self._wake.notify_all()
+        return job
+
+    def generate(
+        self, prompt_ids: list[int], params: GenerateParams, request_id: str = "in-process"
+    ) -> Finished:
+        """Run one request and wait for its end.
+
+        Raises:
+            RunError: it failed; the worker's log has the cause.
+        """
+        events: SimpleQueue[Event] = SimpleQueue()
+        self.submit(request_id, list(prompt_ids), params, events.put)
+        while True:
+            event = events.get()
+            if isinstance(event, Finished):
+                return event
+            if isinstance(event, Failed):
+                raise RunError(event.message)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return int(self._running is not None)
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def healthy(self) -> bool:
+        """The worker lives and has made progress lately."""
+        fresh = time.monotonic() - self._beat < self.settings.stale_after_s
+        return self._thread.is_alive() and fresh and not self._draining
+
+    def flush(self) -> None:
+        """Start the accept and step figures anew."""
+        self.metrics.flush()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no new requests and wait for those there are; False if they take longer."""
+        end = time.monotonic() + timeout_s
+        with self._wake:
+            self._draining = True
+            while self._queue or self._running is not None:
+                if (left := end - time.monotonic()) <= 0:
+                    return False
+                self._wake.wait(min(left, 0.5))
+        return True
+
+    def close(self) -> None:
+        """End the worker; a running request is ended as it stands."""
+        with self._wake:
+            self._draining = self._closed = True
+            for job in [*self._queue, *([self._running] if self._running else [])]:
+                job.cancel()
+            self._wake.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                self._run(job)
+            # Whatever goes wrong in one request, the next ones are served.
+            except Exception as error:
+                log.exception("request %s failed", job.request_id)
+                self._end(job, Failed("error", f"{type(error).__name__} while decoding"))
+            finally:
+                with self._wake:
+                    self._running = None
+                    self._wake.notify_all()
+
+    def _next(self) -> Job | None:
+        with self._wake:
+            while True:
+                self._beat = time.monotonic()
+                self._expire()
+                if self._queue:
+                    self._running = self._queue.popleft()
+                    return self._running
+                if self._closed:
+                    return None
+                self._wake.wait(0.5)
+
+    def _expire(self) -> None:
+        """End queued requests whose client has gone or whose time is up."""
+        for job in list(self._queue):
+            if job.cancelled or self._late(job):
+                self._queue.remove(job)
+                message = "no turn within the server's time limit"
+                self._end(job, Failed("abort" if job.cancelled else "deadline", message))
+
+    def _run(self, job: Job) -> None:
+        params = job.params
+        decode = DecodeParams(
+            max_new_tokens=params.max_new_tokens,
+            sampling=params.sampling,
+            stop_ids=frozenset() if params.ignore_eos else self._stop_ids,
+            ignore_eos=params.ignore_eos,
+            num_draft_tokens=self.num_draft_tokens or None,
+            confidence_threshold=self.settings.confidence_threshold,
+        )
+        started = time.monotonic()
+        first_s = 0.0
+        out = Output(self._tokenizer, params.stop, self.num_draft_tokens)
+        commits = stream(self.target, self.draft, job.prompt_ids, decode)
+        while out.finish_reason is None:
+            if job.cancelled or self._late(job):
+                out.abort()
+                break
+            commit = next(commits)
+            self._beat = time.monotonic()
+            num_tokens, num_accepted = out.take(commit)
+            if commit.num_proposed is None:
+                first_s = self._beat - job.arrived
+                self.metrics.first_token(first_s)
+            else:
+                self.metrics.step(commit.step_s, commit.num_proposed, num_accepted, num_tokens)
+            if out.finish_reason is None:
+                self._send(job, out)
+            with self._wake:
+                self._expire()
+        self._send(job, out)
+        end = Finished(
+            text=out.text,
+            token_ids=out.token_ids,
+            finish_reason=out.finish_reason or "abort",
+            stop=out.stop,
+            num_prompt_tokens=len(job.prompt_ids),
+            stats=out.stats,
+            queue_s=started - job.arrived,
+            ttft_s=first_s,
+            total_s=time.monotonic() - job.arrived,
+        )
+        self._end(job, end)
+
+    def _late(self, job: Job) -> bool:
+        return time.monotonic() - job.arrived > self.settings.deadline_s
+
+    def _send(self, job: Job, out: Output) -> None:
+        if text := out.unsent():
+            job.emit(Delta(text, len(out.token_ids)))
+
+    def _end(self, job: Job, end: Finished | Failed) -> None:
+        self.metrics.ended(
+            prompt_tokens=len(job.prompt_ids),
+            output_tokens=len(end.token_ids) if isinstance(end, Finished) else 0,
+            seconds=time.monotonic() - job.arrived,
+            how=end.finish_reason if isinstance(end, Finished) else end.reason,
+        )
+        job.emit(end)
+
+
+def _num_draft_tokens(draft: DSparkDraftModel | None, settings: ServeSettings) -> int:
+    wanted = settings.num_draft_tokens
+    if draft is None:
+        if wanted is not None:
+            raise ConfigError(f"serve.num_draft_tokens is {wanted}, but there is no draft")
+        return 0
+    return draft_limit(draft.block_size, wanted, settings.confidence_threshold)

@@ -1,0 +1,140 @@
+"""One request in the engine: its parameters, its events, and its output as it grows."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dspark.acceptance import AcceptStats
+from dspark.decoding import Commit, SamplingParams
+from dspark.serving.stream import Piece, TextStream
+
+__all__ = [
+    "Delta",
+    "Event",
+    "Failed",
+    "FinishReason",
+    "Finished",
+    "GenerateParams",
+    "Job",
+    "Output",
+]
+
+FinishReason = Literal["stop", "length", "abort"]
+"""abort: the client left, the deadline passed, or the server stopped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateParams:
+    """What one request asks for; every value is the effective one."""
+
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of a running request."""
+
+    text: str
+    num_tokens: int
+    """Tokens of the output so far, those whose text is still held back included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a request, and all that is known about it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop: str | None
+    """The stop string that ended it, if one did."""
+    num_prompt_tokens: int
+    stats: AcceptStats
+    queue_s: float
+    ttft_s: float
+    """From arrival to the first token, queue and prefill included; 0 when there was none."""
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request could not be carried out; the engine goes on."""
+
+    reason: Literal["error", "deadline", "abort"]
+    message: str
+
+
+Event = Delta | Finished | Failed
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A request in the engine. ``emit`` is called on the worker's thread, last with the end."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: GenerateParams
+    emit: Callable[[Event], None]
+    arrived: float = field(default_factory=time.monotonic)
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """Give up: no further step is run for it, and no further event is of interest."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+
+class Output:
+    """The output of one request as it grows, cut at the first stop."""
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...], block_size: int) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.stats = AcceptStats(block_size)
+        self.stop: str | None = None
+        self.finish_reason: FinishReason | None = None
+        self._stream = TextStream(tokenizer, stops)
+        self._sent = 0
+
+    def take(self, commit: Commit) -> tuple[int, int]:
+        """Add a commit; (tokens that count, accepted proposals among them)."""
+        ids = commit.token_ids
+        # a stop id ends the text, it is none
+        piece = self._stream.push(ids[:-1] if commit.finish_reason == "stop" else ids)
+        self._add(piece)
+        if self.stop is not None:
+            ids = ids[: piece.num_tokens]
+        elif commit.finish_reason is not None:
+            self.finish_reason = "stop" if commit.finish_reason == "stop" else "length"
+            self._add(self._stream.flush())
+        self.token_ids += ids
+        if commit.num_proposed is None:
+            return len(ids), 0
+        accepted = min(commit.num_accepted, len(ids))
+        self.stats.add(
+            num_proposed=commit.num_proposed, num_accepted=accepted, num_emitted=len(ids)
+        )
+        return len(ids), accepted
+
+    def abort(self) -> None:
+        """End where it stands."""
+        self.finish_reason = "abort"
+        self._add(self._stream.flush())
+
+    def unsent(self) -> str:
+        """Text that was not asked for yet."""
+        new, self._sent = self.text[self._sent :], len(self.text)
+        return new
+
+    def _add(self, piece: Piece) -> None:
+        self.text += piece.text
+        if piece.stop is not None:
+            self.stop, self.finish_reason = piece.stop, "stop"

@@ -1,0 +1,135 @@
+"""The draft a run starts with: from settings, from an exported draft, or from a checkpoint."""
+
+import logging
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dspark.config import DraftSettings
+from dspark.draft.config import DSparkConfig, check_mask_token, config_for_target
+from dspark.draft.model import DSparkDraftModel
+from dspark.errors import ConfigError
+from dspark.export.load import build_draft, check_fit, load_draft, read_config
+from dspark.target import Target
+
+__all__ = ["checkpoint_layers", "draft_config", "initial_draft", "mask_token", "restored_draft"]
+
+log = logging.getLogger(__name__)
+
+SHAPE_KEYS = (
+    "num_hidden_layers",
+    "intermediate_size",
+    "block_size",
+    "target_layer_ids",
+    "mask_token_id",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+"""What must not change between a checkpoint and the run that goes on from it."""
+
+
+def mask_token(
+    settings: DraftSettings, tokenizer: Any, target: Target, used: Container[int]
+) -> int:
+    """The id in the slots behind the anchor: given, or the first special id without a use.
+
+    Raises:
+        ConfigError: the given id has another meaning, or the tokenizer has no id to spare.
+    """
+    pad, ends = tokenizer.pad_token_id, target.eos_ids | {tokenizer.eos_token_id}
+    if settings.mask_token_id is not None:
+        check_mask_token(
+            settings.mask_token_id,
+            vocab_size=target.vocab_size,
+            pad_id=pad,
+            eos_ids=ends - {None},
+            used=used,
+        )
+        return settings.mask_token_id
+    taken = ends | {pad, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+    padding = range(len(tokenizer), target.vocab_size)  # rows of the table that no text reaches
+    for candidate in [*sorted(special), *padding]:
+        if candidate not in taken and candidate not in used and candidate < target.vocab_size:
+            log.info("mask token: %d, which the data never holds", candidate)
+            return int(candidate)
+    raise ConfigError(
+        "the tokenizer has no special id without a use in the data: "
+        "set draft.mask_token_id to an id that never occurs"
+    )
+
+
+def draft_config(
+    settings: DraftSettings, target: Target, *, mask_token_id: int, num_anchors: int
+) -> DSparkConfig:
+    """Shape of the draft that ``settings`` ask for.
+
+    Raises:
+        ConfigError: the settings do not fit the target.
+        CheckpointError: `init_from` cannot be read or was made for another target.
+    """
+    if settings.init_from is None:
+        config = config_for_target(target.config, settings, mask_token_id=mask_token_id)
+        config.num_anchors = num_anchors
+        return config
+    config = read_config(settings.init_from)
+    check_fit(config, target, settings.init_from)
+    return config
+
+
+def initial_draft(
+    config: DSparkConfig, settings: DraftSettings, target: Target, *, seed: int
+) -> DSparkDraftModel:
+    """Random weights drawn from ``seed``, or those of `init_from`; fp32 masters.
+
+    Raises:
+        CheckpointError: `init_from` cannot be read or does not fit the target.
+    """
+    if settings.init_from is not None:
+        draft = load_draft(settings.init_from, target=target, dtype=torch.float32)
+        return draft.train()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        draft = DSparkDraftModel(config).to(device=target.device, dtype=torch.float32)
+    draft.attach(target.embed_weight, target.head_weight)
+    return draft.train()
+
+
+def restored_draft(
+    config: DSparkConfig, weights: dict[str, Tensor], target: Target, *, where: str
+) -> DSparkDraftModel:
+    """The draft of a checkpoint.
+
+    Raises:
+        CheckpointError: its tensors do not fit its config.
+    """
+    draft = build_draft(config, weights, where=where, target=target, dtype=torch.float32)
+    return draft.train()
+
+
+def shape(config: DSparkConfig) -> dict[str, Any]:
+    """`SHAPE_KEYS` under the names of the settings."""
+    values: Mapping[str, Any] = {key: getattr(config, key) for key in SHAPE_KEYS}
+    renamed = {"num_hidden_layers": "num_layers"}
+    return {
+        f"draft.{renamed.get(key, key)}": list(value) if isinstance(value, tuple) else value
+        for key, value in values.items()
+    }
+
+
+def checkpoint_layers(draft: DSparkDraftModel) -> None:
+    """Keep only each layer's input for the backward pass and compute the rest again there."""
+    for layer in draft.layers:
+        forward = layer.forward
+
+        def recomputed(*args: Any, forward: Any = forward) -> Tensor:
+            out: Tensor = checkpoint(forward, *args, use_reentrant=False)
+            return out
+
+        layer.forward = recomputed

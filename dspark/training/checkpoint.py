@@ -1,0 +1,303 @@
+"""`checkpoint-<step>/`: all a run needs to go on, written so that a kill leaves none half done.
+
+A checkpoint is written under another name, every file is synced, `COMPLETE` (the list of files
+with their sizes) comes last, and only then the directory gets its name. What does not hold a
+`COMPLETE` is never read. No random state is stored: every random number of a run is a function of
+(seed, step, row).
+
+    model.safetensors   the draft's own weights, fp32 masters, without the shared embedding and head
+    config.json         the draft's shape
+    optimizer.pt        AdamW moments, by parameter name
+    trainer_state.json  step, structure, best, half-filled metric window
+    config.yaml         resolved settings
+    provenance.json     versions, revision, command line
+    COMPLETE            written last
+
+Beside them stand the links `latest` and `best`.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dspark import config_io, provenance
+from dspark.config import Config
+from dspark.errors import CheckpointError, RunError
+
+__all__ = [
+    "Best",
+    "Saved",
+    "TrainState",
+    "check_structure",
+    "clear_leftovers",
+    "find_complete",
+    "link",
+    "newest_complete",
+    "optimizer_by_name",
+    "read",
+    "restore_optimizer",
+    "rotate",
+    "save",
+    "verify_complete",
+]
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+_COMPLETE = "COMPLETE"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_ASIDE = ".checkpoint-"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint whose real decode accepted most."""
+
+    step: int
+    accept_length: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """What the trainer knows beside weights and moments; `trainer_state.json`."""
+
+    step: int
+    """Optimizer steps done."""
+    total_steps: int
+    world_size: int
+    structure: dict[str, Any]
+    """Dotted names and values that must not differ when the run goes on."""
+    window: list[list[float]] = field(default_factory=list)
+    """Sums of the metric window since the last logged line, one list per process."""
+    window_steps: int = 0
+    best: Best | None = None
+    tracker_run: str | None = None
+    """Run id at the tracker, to continue the same curve."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint read back."""
+
+    path: Path
+    state: TrainState
+    weights: dict[str, Tensor]
+    moments: dict[str, Any]
+    """As `optimizer_by_name` gave it."""
+    config: Config
+
+
+def save(
+    output_dir: Path,
+    state: TrainState,
+    *,
+    weights: Mapping[str, Tensor],
+    draft_config: Mapping[str, Any],
+    moments: Mapping[str, Any],
+    config: Config,
+) -> Path:
+    """Write `checkpoint-<state.step>` into ``output_dir`` and point `latest` at it.
+
+    Raises:
+        RunError: the disk refuses (full, read-only).
+    """
+    try:
+        return _save(
+            output_dir,
+            state,
+            weights=weights,
+            draft_config=draft_config,
+            moments=moments,
+            config=config,
+        )
+    except OSError as error:
+        raise RunError(f"cannot write a checkpoint into {output_dir}: {error}") from error
+
+
+def _save(
+    output_dir: Path,
+    state: TrainState,
+    *,
+    weights: Mapping[str, Tensor],
+    draft_config: Mapping[str, Any],
+    moments: Mapping[str, Any],
+    config: Config,
+) -> Path:
+    final = output_dir / f"checkpoint-{state.step}"
+    aside = output_dir / f"{_ASIDE}{state.step}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(plain, aside / "model.safetensors", metadata={"format": "pt"})
+    torch.save(dict(moments), aside / "optimizer.pt")
+    provenance.write_json(aside / "config.json", dict(draft_config))
+    provenance.write_json(aside / "trainer_state.json", asdict(state))
+    provenance.write_json(aside / "provenance.json", provenance.collect(step=state.step))
+    config_io.save(config, aside / "config.yaml")
+    sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+    for name in sizes:
+        _sync(aside / name)
+    provenance.write_json(aside / _COMPLETE, {"format": FORMAT, "files": sizes})
+    _sync(aside / _COMPLETE)
+    _sync(aside)
+    if final.exists():
+        # a half-written one of the same step, or one that a resume from further back overtakes
+        shutil.rmtree(final)
+    os.replace(aside, final)
+    _sync(output_dir)
+    link(output_dir, "latest", state.step)
+    return final
+
+
+def read(path: Path) -> Saved:
+    """Read a checkpoint directory back.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, or of a format that is not known here.
+    """
+    verify_complete(path)
+    try:
+        raw = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        weights = load_file(path / "model.safetensors")
+        moments = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}): move it away to go on from an older one"
+        ) from error
+    best = raw.pop("best")
+    return Saved(
+        path=path,
+        state=TrainState(**raw, best=Best(**best) if best else None),
+        weights=weights,
+        moments=moments,
+        config=config_io.load(path / "config.yaml"),
+    )
+
+
+def verify_complete(path: Path) -> None:
+    """Check that every file `COMPLETE` lists is there in its full size.
+
+    Raises:
+        CheckpointError: `COMPLETE` is missing or of another format, or a file is missing or cut.
+    """
+    try:
+        complete = json.loads((path / _COMPLETE).read_text(encoding="utf-8"))
+        version, files = complete["format"], complete["files"]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} holds no {_COMPLETE}: it is not a training checkpoint, or a half-written one"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / _COMPLETE} cannot be read: {error}") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{path} has checkpoint format {version}; known here: {FORMAT}")
+    for name, size in files.items():
+        file = path / name
+        found = file.stat().st_size if file.exists() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise CheckpointError(
+                f"{file} {state}: move that checkpoint away to go on from an older one"
+            )
+
+
+def find_complete(output_dir: Path) -> list[Path]:
+    """Complete checkpoints in ``output_dir``, oldest first; the log names the incomplete ones."""
+    found = []
+    for path in output_dir.glob("checkpoint-*") if output_dir.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match is None or not path.is_dir():
+            continue
+        if (path / _COMPLETE).exists():
+            found.append((int(match[1]), path))
+        else:
+            log.warning("ignoring %s: it holds no %s (half-written)", path, _COMPLETE)
+    return [path for _, path in sorted(found)]
+
+
+def newest_complete(output_dir: Path) -> Path | None:
+    """The checkpoint a run in ``output_dir`` goes on from, if there is one."""
+    found = find_complete(output_dir)
+    return found[-1] if found else None
+
+
+def clear_leftovers(output_dir: Path) -> None:
+    """Remove what a killed save left under its temporary name."""
+    for path in output_dir.glob(f"{_ASIDE}*.tmp"):
+        log.warning("removing %s, left by a save that was killed", path)
+        shutil.rmtree(path)
+
+
+def link(output_dir: Path, name: str, step: int) -> None:
+    """Point the link ``name`` at `checkpoint-<step>`, in one move."""
+    aside = output_dir / f".{name}.{os.getpid()}.tmp"
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(f"checkpoint-{step}", target_is_directory=True)
+    os.replace(aside, output_dir / name)
+
+
+def rotate(output_dir: Path, *, keep: int, best: Best | None) -> None:
+    """Remove all complete checkpoints but the newest ``keep`` and the best one."""
+    for path in find_complete(output_dir)[:-keep]:
+        if best is None or path.name != f"checkpoint-{best.step}":
+            shutil.rmtree(path)
+
+
+def check_structure(saved: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:
+    """Refuse to go on when what makes a run the same run has changed.
+
+    Raises:
+        CheckpointError: names the first key that differs, with both values.
+    """
+    for key in [*saved, *(key for key in current if key not in saved)]:
+        then, now = saved.get(key), current.get(key)
+        # the saved side went through JSON, where tuples became lists
+        if then != json.loads(json.dumps(now)):
+            raise CheckpointError(
+                f"{key} is {now} but {path} was trained with {then}: "
+                "restore it, or start in another train.output_dir"
+            )
+
+
+def optimizer_by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Moments of every parameter under its name; ``names`` maps id(parameter) to it."""
+    return {
+        names[id(parameter)]: {key: value for key, value in optimizer.state[parameter].items()}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, moments: Mapping[str, Any], names: Mapping[int, str]
+) -> None:
+    """Put `optimizer_by_name`'s moments back, on each parameter's device."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device)
+                for key, value in moments[names[id(parameter)]].items()
+            }
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or directory to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+

@@ -1,0 +1,58 @@
+"""One forward pass of the draft and its objective, as the one module that is prepared.
+
+Everything that reads a trainable parameter happens inside `forward`, so that data parallelism
+and autocast see all of it. The frozen target stays outside.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from dspark.config import LossSettings
+from dspark.draft.model import DSparkDraftModel
+from dspark.losses import objective_chunked
+
+__all__ = ["Objective"]
+
+
+class Objective(nn.Module):
+    """Features and blocks in; this forward pass's share of the step's loss, and its sums, out."""
+
+    def __init__(
+        self,
+        draft: DSparkDraftModel,
+        target_head: Callable[[Tensor], Tensor],  # [..., D] -> [..., V]
+        settings: LossSettings,
+    ) -> None:
+        super().__init__()
+        self.draft = draft
+        self._target_head = target_head
+        self._settings = settings
+
+    def forward(
+        self,
+        taps: Tensor,  # [B, S, F*D]
+        target_hidden: Tensor,  # [N, K, D], the rows that predict the labels
+        *,
+        anchor_ids: Tensor,  # [B, A] int64
+        anchors: Tensor,  # [B, A] int64
+        block_rows: Tensor,  # [N] int64, the supervised blocks among the B*A
+        labels: Tensor,  # [N, K] int64
+        prev_ids: Tensor,  # [N, K] int64
+        mask: Tensor,  # [N, K] bool
+        denominators: Tensor,  # [2] float64, of the whole step over all processes
+        ramp: float,
+    ) -> tuple[Tensor, Tensor]:  # [] with a graph, [3·K + 10] float64 without
+        """Loss share and `Sums.to_vector`. With N = 0 the loss is 0 and so is every gradient."""
+        hidden = self.draft(taps, anchor_ids, anchors).flatten(0, 1)[block_rows]
+        sums = objective_chunked(
+            hidden,
+            target_hidden,
+            labels,
+            mask,
+            prev_ids,
+            draft=self.draft,
+            target_head=self._target_head,
+            settings=self._settings,
+        )
+        return sums.loss(denominators, self._settings, ramp), sums.to_vector()

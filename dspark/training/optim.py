@@ -1,0 +1,124 @@
+"""Step arithmetic, learning rate and optimizer.
+
+A step is an optimizer step everywhere: warm-up, schedule and ramps are functions of the step
+number alone, so no number of processes or of accumulated batches can make them run faster.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dspark.config import TrainSettings
+from dspark.errors import DataError
+
+__all__ = ["Plan", "Schedule", "build_optimizer", "plan_steps", "ramp_at", "set_learning_rate"]
+
+_DECAY_SHARE = 0.2  # of the steps, at the end of a wsd schedule
+_ADAM_EPS = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How many optimizer steps a run takes, and over how many rows each."""
+
+    global_batch: int
+    """Rows of one step: batch_size x grad_accumulation x processes."""
+    total_steps: int
+    num_rows: int
+    """Rows of the data set; step s takes positions s·global_batch .. (s+1)·global_batch - 1."""
+
+    @property
+    def unvisited(self) -> int:
+        """Rows of the last pass over the data that the run ends before."""
+        return -(self.total_steps * self.global_batch) % self.num_rows
+
+    def epoch(self, step: int) -> float:
+        """Passes over the data after ``step`` steps."""
+        return step * self.global_batch / self.num_rows
+
+
+def plan_steps(settings: TrainSettings, *, num_rows: int, num_processes: int) -> Plan:
+    """Steps of the run: `steps`, or as many whole global batches as `epochs` passes hold.
+
+    Passes follow each other without a gap (a global batch may hold the end of one and the start
+    of the next), so there is no short batch; only the very end of the last pass, less than a
+    global batch, is left out.
+
+    Raises:
+        DataError: there is no row at all.
+    """
+    if num_rows < 1:
+        raise DataError("the data holds no row that can be trained on")
+    global_batch = settings.batch_size * settings.grad_accumulation * num_processes
+    steps = settings.steps or max(1, settings.epochs * num_rows // global_batch)
+    return Plan(global_batch=global_batch, total_steps=steps, num_rows=num_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate of every step."""
+
+    peak: float
+    total_steps: int
+    warmup_ratio: float
+    kind: Literal["cosine", "constant", "wsd"]
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps below the peak at the start."""
+        return math.ceil(self.warmup_ratio * self.total_steps)
+
+    def lr(self, step: int) -> float:
+        """Learning rate of step number ``step`` (from 0): the first one is not 0, nor the last.
+
+        Linear up over the warm-up, reaching the peak on the step after it; then down to where
+        step ``total_steps`` would have 0.
+        """
+        warmup, total = self.warmup_steps, self.total_steps
+        rise = (step + 1) / (warmup + 1) if step < warmup else 1.0
+        if self.kind == "cosine":
+            progress = max(0, step - warmup) / max(1, total - warmup)
+            fall = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+        elif self.kind == "wsd":
+            fall = min(1.0, (total - step) / (math.ceil(_DECAY_SHARE * total) + 1))
+        else:
+            fall = 1.0
+        return self.peak * min(rise, fall)
+
+
+def ramp_at(step: int, *, total_steps: int, ratio: float) -> float:
+    """Factor 0..1 of a term that fades in linearly over ``ratio`` of the steps (0: at once)."""
+    length = math.ceil(ratio * total_steps)
+    return 1.0 if step >= length else (step + 1) / (length + 1)
+
+
+def build_optimizer(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]], settings: TrainSettings
+) -> torch.optim.AdamW:
+    """AdamW over fp32 parameters; weight decay on matrices only (not on norms and biases)."""
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for name, parameter in parameters:
+        assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}, not a fp32 master"
+        (matrices if parameter.dim() >= 2 else vectors).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=_ADAM_EPS,
+        fused=True,  # one kernel instead of a dozen passes over the weights, on CPU as on GPU
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Give every group the learning rate ``value``."""
+    for group in optimizer.param_groups:
+        group["lr"] = value

@@ -1,0 +1,86 @@
+"""Validation by decoding: the same loop that serves, on a few prompts, with the draft as it stands.
+
+A lower loss is not always a longer accept length, so this figure, not the loss, chooses `best`.
+The draft is measured as it will be exported: cast to the target's dtype.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from dspark.acceptance import AcceptStats, pooled
+from dspark.config import TrainSettings
+from dspark.corpus.chat import generation_prompt_ids
+from dspark.corpus.prompts import read_prompts
+from dspark.corpus.rejects import RowError
+from dspark.decoding import DecodeParams, decode, draft_limit
+from dspark.draft import DSparkDraftModel
+from dspark.errors import DataError
+from dspark.export.load import build_draft
+from dspark.target import Target
+
+__all__ = ["figures", "prompt_ids", "validate"]
+
+log = logging.getLogger(__name__)
+
+
+def prompt_ids(settings: TrainSettings, tokenizer: Any, *, max_positions: int) -> list[list[int]]:
+    """Token ids of the validation prompts; those that leave no room for an answer are left out.
+
+    Raises:
+        DataError: prompts are asked for and none of them can be used.
+    """
+    if not settings.validation_prompts:
+        return []
+    usable = []
+    for prompt in read_prompts(settings.validation_prompts, settings.validation_limit):
+        try:
+            ids = generation_prompt_ids(tokenizer, prompt.messages)
+        except RowError as error:
+            log.warning("validation prompt %s is left out: %s", prompt.id, error)
+            continue
+        if len(ids) + settings.validation_max_new_tokens <= max_positions:
+            usable.append(ids)
+        else:
+            log.warning("validation prompt %s is left out: %d tokens", prompt.id, len(ids))
+    if not usable:
+        raise DataError(
+            f"train.validation_prompts {list(settings.validation_prompts)} hold no prompt that "
+            f"leaves room for {settings.validation_max_new_tokens} new tokens in "
+            f"{max_positions} positions"
+        )
+    return usable
+
+
+@torch.no_grad()
+def validate(
+    target: Target,
+    draft: DSparkDraftModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    accelerator: Accelerator,
+) -> AcceptStats:
+    """Greedy decode of ``prompts``, split over the processes; all get the counts of all."""
+    weights = {name: parameter.detach() for name, parameter in draft.named_parameters()}
+    served = build_draft(draft.config, weights, where="the draft in training", target=target)
+    limit = draft_limit(draft.block_size, None)
+    params = DecodeParams(max_new_tokens=max_new_tokens)
+    mine = prompts[accelerator.process_index :: accelerator.num_processes]
+    counts = [pooled((decode(target, served, ids, params).stats for ids in mine), limit)]
+    return pooled(gather_object(counts), limit)
+
+
+def figures(stats: AcceptStats) -> dict[str, float]:
+    """``val/…`` lines of the metrics; names as in training, counted instead of expected."""
+    return {
+        "val/tau": stats.accept_length,
+        "val/accepted_drafts": stats.accepted_drafts,
+        **{f"val/accept_rate@{k}": rate for k, rate in enumerate(stats.accept_rate)},
+        **{f"val/survival@{k}": share for k, share in enumerate(stats.survival)},
+        "val/rounds": float(stats.rounds),
+    }

@@ -1,0 +1,163 @@
+"""Checkpoints are complete or not there, and say clearly when they do not fit."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspark.config import Config
+from dspark.errors import CheckpointError, RunError
+from dspark.training import checkpoint
+from dspark.training.checkpoint import Best, TrainState
+
+
+def write(output_dir: Path, step: int, best: Best | None = None) -> Path:
+    state = TrainState(
+        step=step,
+        total_steps=9,
+        world_size=1,
+        structure={"train.seed": 0, "draft.target_layer_ids": (1, 2)},
+        window=[[0.1, 1 / 3]],
+        window_steps=1,
+        best=best,
+    )
+    return checkpoint.save(
+        output_dir,
+        state,
+        weights={"fc.weight": torch.arange(6.0).view(2, 3).t()},
+        draft_config={"architectures": ["Qwen3DSparkModel"]},
+        moments={"fc.weight": {"step": torch.tensor(3.0), "exp_avg": torch.ones(3, 2)}},
+        config=Config(),
+    )
+
+
+def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
+    path = write(tmp_path, 3, Best(3, 1.75))
+    saved = checkpoint.read(path)
+    assert saved.state.step == 3
+    assert saved.state.best == Best(3, 1.75)
+    assert saved.state.window == [[0.1, 1 / 3]]
+    assert torch.equal(saved.weights["fc.weight"], torch.arange(6.0).view(2, 3).t())
+    assert torch.equal(saved.moments["fc.weight"]["exp_avg"], torch.ones(3, 2))
+    assert saved.config == Config()
+    assert {p.name for p in path.iterdir()} == {
+        "COMPLETE", "config.json", "config.yaml", "model.safetensors",
+        "optimizer.pt", "provenance.json", "trainer_state.json",
+    }  # fmt: skip
+
+
+def test_latest_points_at_the_newest(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    write(tmp_path, 20)
+    assert os.readlink(tmp_path / "latest") == "checkpoint-20"
+    newest = checkpoint.newest_complete(tmp_path)
+    assert newest is not None
+    assert newest.name == "checkpoint-20"  # by number: as text it would come before 3
+
+
+def test_a_half_written_one_is_ignored_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 3)
+    half = tmp_path / "checkpoint-6"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    with caplog.at_level(logging.WARNING):
+        newest = checkpoint.newest_complete(tmp_path)
+    assert newest == tmp_path / "checkpoint-3"
+    assert "checkpoint-6" in caplog.text
+    write(tmp_path, 6)  # and it does not stand in the way of the real one
+    assert checkpoint.newest_complete(tmp_path) == half
+
+
+def test_a_killed_save_leaves_only_its_temporary_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "_sync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 3)
+    assert checkpoint.newest_complete(tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == [".checkpoint-3.tmp"]
+    checkpoint.clear_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_sync", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        write(tmp_path, 3)
+
+
+def test_a_missing_or_cut_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    with (path / "optimizer.pt").open("r+b") as file:
+        file.truncate(10)
+    with pytest.raises(CheckpointError, match=r"optimizer.pt has 10 bytes instead of"):
+        checkpoint.read(path)
+    (path / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer.pt is missing"):
+        checkpoint.read(path)
+
+
+def test_garbage_of_the_right_size_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    size = (path / "optimizer.pt").stat().st_size
+    (path / "optimizer.pt").write_bytes(b"x" * size)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.read(path)
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    (path / "COMPLETE").write_text(json.dumps({"format": 99, "files": {}}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        checkpoint.read(path)
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no COMPLETE"):
+        checkpoint.read(tmp_path)
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        write(tmp_path, step)
+    checkpoint.rotate(tmp_path, keep=2, best=Best(2, 1.9))
+    kept = [path.name for path in checkpoint.find_complete(tmp_path)]
+    assert kept == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+
+
+def test_a_changed_structure_names_the_key_and_both_values(tmp_path: Path) -> None:
+    saved = json.loads(json.dumps({"train.seed": 0, "draft.target_layer_ids": (1, 2)}))
+    checkpoint.check_structure(saved, {"train.seed": 0, "draft.target_layer_ids": (1, 2)}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"train.seed is 1 but .* was trained with 0"):
+        checkpoint.check_structure(
+            saved, {"train.seed": 1, "draft.target_layer_ids": (1, 2)}, tmp_path
+        )
+    with pytest.raises(CheckpointError, match=r"draft.new is 5 but .* was trained with None"):
+        checkpoint.check_structure(
+            saved, {"train.seed": 0, "draft.target_layer_ids": (1, 2), "draft.new": 5}, tmp_path
+        )
+
+
+def test_moments_come_back_under_their_names() -> None:
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+    names = {id(first): "a", id(second): "b"}
+    optimizer = torch.optim.AdamW([first, second], fused=True)
+    for parameter in (first, second):
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    moments = checkpoint.optimizer_by_name(optimizer, names)
+    fresh = torch.optim.AdamW([second, first], fused=True)  # another order
+    checkpoint.restore_optimizer(fresh, moments, names)
+    assert torch.equal(fresh.state[second]["exp_avg"], optimizer.state[second]["exp_avg"])
+    assert fresh.state[first]["step"] == 1
