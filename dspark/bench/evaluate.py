@@ -32,7 +32,15 @@ from dspark.errors import DataError
 from dspark.progress import Bar
 from dspark.target import Target
 
-__all__ = ["EvalReport", "PromptRun", "bootstrap_interval", "evaluate", "figures", "tpot_ms"]
+__all__ = [
+    "EvalReport",
+    "Prompt",
+    "PromptRun",
+    "bootstrap_interval",
+    "evaluate",
+    "figures",
+    "tpot_ms",
+]
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A user's text, or the messages of a conversation up to the turn to be answered."""

@@ -1,10 +1,12 @@
-"""How a measurement is shown: a table for people, one JSON object as the last line for programs."""
+"""How a measurement is shown to people, and the facts about the machine that go with it.
 
-import json
+Commands print their report as JSON in their last line; that is the command's, not this module's.
+"""
+
 import os
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,7 +16,7 @@ from rich.table import Table
 
 from dspark import provenance
 
-__all__ = ["environment", "print_json", "print_table"]
+__all__ = ["environment", "print_evaluation", "print_table"]
 
 
 def environment() -> dict[str, Any]:
@@ -83,7 +85,67 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def print_json(value: Any, *, file: TextIO | None = None) -> None:
-    """Print ``value`` as one line of JSON, the last thing a command says on stdout."""
+def print_evaluation(report: Mapping[str, Any], *, file: TextIO | None = None) -> None:
+    """Show what `EvalReport.summary` holds, on stdout unless told otherwise."""
     stream = sys.stdout if file is None else file
-    print(json.dumps(value, ensure_ascii=False, allow_nan=False), file=stream, flush=True)
+    rows = [(name, figures) for name, figures in report["sets"].items()]
+    if len(rows) > 1:
+        rows.append(("all, pooled", report))
+    settings, rejects = report["settings"], report["rejects"]["rejected"]
+    note = (
+        f"temperature {settings['temperature']:g}, max_new_tokens {settings['max_new_tokens']}, "
+        f"at most {settings['num_draft_tokens']} of {settings['block_size']} proposals a round; "
+        f"{rejects} prompts left out. accept length counts the target's own token, accepted "
+        "drafts do not; plain is the same loop without the draft."
+    )
+    print_table("Real decoding", _COLUMNS, [_row(*row) for row in rows], note=note, file=stream)
+    slots = enumerate(zip(report["survival"], report["accept_rate"], strict=True))
+    print_table(
+        "By slot, pooled",
+        ("slot", "survival", "accept rate given the slots before"),
+        [(slot, *rates) for slot, rates in slots],
+        file=stream,
+    )
+    counts = ", ".join(f"{n}: {rounds}" for n, rounds in enumerate(report["histogram"]) if rounds)
+    print(f"rounds by tokens they added: {counts or 'none'}", file=stream)
+    for mode, one in report["lossless_checks"].items():
+        print(f"{mode}: {_verdict(one)}", file=stream)
+
+
+_COLUMNS = (
+    "set",
+    "prompts",
+    "tokens",
+    "rounds",
+    "accept length",
+    "95% interval",
+    "macro",
+    "accepted drafts",
+    "TPOT ms",
+    "plain ms",
+    "speed-up",
+    "same output",
+)
+
+
+def _row(name: str, figures: Mapping[str, Any]) -> list[Any]:
+    low_high = figures["interval"]
+    shown = f"{low_high[0]:.3f}..{low_high[1]:.3f}" if low_high else None
+    first = [name, *(figures[key] for key in ("num_prompts", "num_tokens", "rounds"))]
+    lengths = [figures["accept_length"], shown, figures["accept_length_macro"]]
+    times = [figures[key] for key in ("tpot_ms", "tpot_ms_plain", "speedup")]
+    return [*first, *lengths, figures["accepted_drafts"], *times, figures["lossless"]]
+
+
+def _verdict(comparison: Mapping[str, Any]) -> str:
+    size = f"{comparison['num_prompts']} prompts, {comparison['num_tokens']} tokens"
+    if comparison["equal"]:
+        return f"identical output with and without the draft over {size}"
+    if not comparison["differences"]:
+        return "nothing was compared"
+    first = comparison["differences"][0]
+    return (
+        f"OUTPUT DIFFERS in {len(comparison['differences'])} of {size}; first: prompt "
+        f"{first['prompt']}, new token {first['position']}: {first['with_draft']} with the draft, "
+        f"{first['without']} without"
+    )

@@ -132,7 +132,7 @@ def read_responses(
 ) -> Iterator[Response]:
     """Rows of files, globs, folders or hub ids that can be trained on, in order.
 
-    A conversation may give several rows (`chat.render_turns`); it is counted as one row read.
+    A conversation may give several rows (`chat.render_turns`); it is counted as that many.
 
     Args:
         tokenizer: needed for conversations that are not tokenised yet.
@@ -159,6 +159,7 @@ def read_responses(
                 rejects.add(error, raw.place)
                 continue
             seen.update(row.key for row in rows)
+            rejects.read += len(rows) - 1
             yield from rows
         if not good:
             why = rejects.summary() if rejects.rejected > before else "it is empty"

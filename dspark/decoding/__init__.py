@@ -3,6 +3,7 @@ check and server share."""
 
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
 from dspark.decoding.reference_step import ReferenceStep, StepResult, draft_limit
+from dspark.decoding.replay import replay
 from dspark.decoding.sampling import SamplingParams
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "check_request",
     "decode",
     "draft_limit",
+    "replay",
     "stream",
 ]

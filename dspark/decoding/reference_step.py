@@ -19,7 +19,7 @@ from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.target import Target
 
-__all__ = ["MAX_PROPOSALS", "ReferenceStep", "StepResult", "draft_limit"]
+__all__ = ["MAX_PROPOSALS", "Proposer", "ReferenceStep", "StepResult", "draft_limit"]
 
 MAX_PROPOSALS = 15
 """A verify step has at most 16 rows, the anchor's among them."""
@@ -65,6 +65,50 @@ def draft_limit(block_size: int, num_draft_tokens: int | None, threshold: float 
     return num_draft_tokens
 
 
+class Proposer:
+    """The draft's side: its context of committed taps, and proposals behind an anchor."""
+
+    def __init__(
+        self, draft: DSparkDraftModel, params: SamplingParams, *, threshold: float = 0.0
+    ) -> None:
+        self.draft = draft
+        self._params = params
+        self._threshold = threshold
+        self._context = draft.new_context()
+
+    def extend(self, taps: Tensor) -> None:
+        """Append the taps [n, F*D] of tokens that the target has consumed and kept."""
+        self.draft.extend(self._context, taps)
+
+    @torch.no_grad()
+    def propose(self, anchor: Tensor, most: int) -> Tensor:
+        """Up to ``most`` proposals [n] behind ``anchor`` ([] int64), which follows the context."""
+        if most < 1:
+            return anchor.new_empty(0)
+        draft, head = self.draft, self.draft.markov_head
+        position = self._context.length
+        hidden = draft.block_hidden(self._context, anchor)[:most]
+        base = draft.base_logits(hidden).float()
+        values, candidates = base.topk(min(_SHORTLIST, base.shape[-1]), dim=-1)
+        proposals: list[Tensor] = []
+        previous, state = anchor, None
+        for k in range(len(hidden)):
+            embedding = None
+            logits = values[k]
+            if head is not None:
+                embedding = head.embed(previous)
+                latent, state = head.step(embedding, hidden[k], state)
+                rows = head.markov_w2.weight[candidates[k]]
+                logits = logits + (rows @ latent).float()
+            if self._threshold > 0:
+                confidence = draft.confidence_logits(hidden[k], embedding)
+                if confidence is not None and float(confidence.sigmoid()) < self._threshold:
+                    break
+            previous = pick_candidate(logits, candidates[k], self._params, position + k + 1)
+            proposals.append(previous)
+        return torch.stack(proposals) if proposals else anchor.new_empty(0)
+
+
 class ReferenceStep:
     """Decoding state of one sequence. Without a draft every round is one target step.
 
@@ -82,14 +126,13 @@ class ReferenceStep:
         confidence_threshold: float = 0.0,
     ) -> None:
         self.target = target
-        self.draft = draft
         self.params = params
-        self.threshold = confidence_threshold
         self.limit = 0
+        self._proposer: Proposer | None = None
         if draft is not None:
             self.limit = draft_limit(draft.block_size, num_draft_tokens, confidence_threshold)
+            self._proposer = Proposer(draft, params, threshold=confidence_threshold)
         self._cache = target.new_cache(draft.layer_ids if draft else ())
-        self._context = draft.new_context() if draft else None
         self._anchor = torch.zeros((), dtype=torch.int64, device=target.device)
 
     @property
@@ -100,8 +143,8 @@ class ReferenceStep:
     def prefill(self, prompt_ids: Tensor) -> int:
         """Consume the prompt [S]; the first token of the output, which is the first anchor."""
         rows = self.target.prefill(self._cache, prompt_ids)
-        if self.draft is not None and self._context is not None:
-            self.draft.extend(self._context, rows.taps)
+        if self._proposer is not None:
+            self._proposer.extend(rows.taps)
         where = torch.tensor([self._cache.length], device=self.target.device)
         self._anchor = pick(rows.logits, self.params, where)[0]
         return int(self._anchor)
@@ -113,32 +156,11 @@ class ReferenceStep:
         choices, taps = self.verify(proposals)
         return self.commit(proposals, choices, taps)
 
-    @torch.no_grad()
     def propose(self, most: int) -> Tensor:
         """Up to ``most`` proposals [n] for the positions behind the anchor."""
-        if self.draft is None or self._context is None or most < 1:
+        if self._proposer is None:
             return self._anchor.new_empty(0)
-        draft, head = self.draft, self.draft.markov_head
-        hidden = draft.block_hidden(self._context, self._anchor)[:most]
-        base = draft.base_logits(hidden).float()
-        values, candidates = base.topk(min(_SHORTLIST, base.shape[-1]), dim=-1)
-        proposals: list[Tensor] = []
-        previous, state = self._anchor, None
-        for k in range(len(hidden)):
-            embedding = None
-            logits = values[k]
-            if head is not None:
-                embedding = head.embed(previous)
-                latent, state = head.step(embedding, hidden[k], state)
-                rows = head.markov_w2.weight[candidates[k]]
-                logits = logits + (rows @ latent).float()
-            if self.threshold > 0:
-                confidence = draft.confidence_logits(hidden[k], embedding)
-                if confidence is not None and float(confidence.sigmoid()) < self.threshold:
-                    break
-            previous = pick_candidate(logits, candidates[k], self.params, self.position + k + 1)
-            proposals.append(previous)
-        return torch.stack(proposals) if proposals else self._anchor.new_empty(0)
+        return self._proposer.propose(self._anchor, most)
 
     @torch.no_grad()
     def verify(self, proposals: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +174,7 @@ class ReferenceStep:
         """Keep the proposals that equal the target's choices, then the target's next choice."""
         kept = int((proposals == choices[:-1]).cumprod(0).sum())
         self.target.commit(self._cache, kept + 1)
-        if self.draft is not None and self._context is not None:
-            self.draft.extend(self._context, taps[: kept + 1])
+        if self._proposer is not None:
+            self._proposer.extend(taps[: kept + 1])
         self._anchor = choices[kept]
         return StepResult(choices[: kept + 1].tolist(), len(proposals), kept)

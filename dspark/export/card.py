@@ -44,13 +44,13 @@ _METRIC = """\
 `accept_length` is the mean number of tokens a verify round adds to the output, the target's own
 token (bonus or correction) included, pooled over all rounds of a set; the token that the prefill
 yields is no round, and a round cut by a stop token counts only what stood before the cut.
-`accepted_drafts` counts the kept draft tokens alone. With a block of {k}, a round proposes {k}
-tokens and adds at most {top}.
+`accepted_drafts` counts the kept draft tokens alone. With a block of {k}, a round proposes at most
+{k} tokens and adds at most {top}.
 """
 
 _USE = """\
-The draft shares the target's embedding and output head{frozen}; it is of no use without this
-target.
+The draft shares the target's embedding and output head{frozen}.
+It is of no use without this target.
 
 ```
 dspark serve --target {target} --draft {path}
@@ -69,8 +69,8 @@ vLLM{vllm_limit}:
 --speculative-config '{{"method": "dspark", "model": "{path}", "num_speculative_tokens": {k}}}'
 ```
 
-The two engines' switches are theirs and change; which of their versions were tried with this
-draft is said below only if it was measured.
+The switches of these engines are theirs and change. That a version of them was tried with this
+draft is said below, or it was not tried.
 """
 
 
@@ -187,9 +187,9 @@ def _check(check: Mapping[str, Any] | None) -> str:
     if check is None:
         return "The export check was not run."
     return (
-        f"Export check: reloaded in a clean process, {check['num_prompts']} fixed prompts, greedy, "
-        f"{check['max_new_tokens']} new tokens at most: accept_length "
-        f"{check['accept_length']:.3f}, against {check['expected']:.3f} "
+        f"Export check: reloaded in a clean process, {check['num_prompts']} prompts, greedy, "
+        f"{check['max_new_tokens']} new tokens at most: accept_length {check['accept_length']:.3f} "
+        f"over {check['rounds']} rounds, against {check['expected']:.3f} "
         f"({check['expected_from']})."
     )
 

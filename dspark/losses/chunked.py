@@ -59,7 +59,7 @@ def objective_chunked(
         )
 
     inputs = (hidden, target_hidden, labels, prev_ids)
-    *others, last = zip(*(each.split(settings.chunk_blocks) for each in inputs), strict=True)
+    *others, last = zip(*(torch.split(each, settings.chunk_blocks) for each in inputs), strict=True)
     parts = [
         checkpoint(distances, *chunk, use_reentrant=False, preserve_rng_state=False)
         for chunk in others

@@ -1,12 +1,14 @@
 """`eager.slot_distances` with the gradient written out, for large vocabularies.
 
-With q = softmax(Z), s = sign(q - p) and the gradient g of each distance, by row:
+Both distributions sum to 1, so ||q - p||_1 = 2·sum(q - min(p, q)). With u = 1 where q > p and the
+gradient g of each distance, by row:
 
-    d/dZ = g_ce·(q - onehot) + g_kl·(q - p) + g_l1·q·(s - <q, s>)
+    d/dZ = g_ce·(q - onehot) + g_kl·(q - p) + 2·g_l1·q·(u - <q, u>)
 
-Forward keeps q and p - q and nothing else; every other pass over the vocabulary happens in place.
-On a CPU the passes are cheap and fresh memory is not: against autograd through the softmax this
-takes a third off the time of a chunk, a third of its memory, and its rounding errors are smaller.
+Forward keeps q, min(p, q) - q and, for the KL, p; every other pass over the vocabulary is in place,
+because on a CPU the passes are cheap and fresh memory is not. Against autograd through the softmax
+it takes a third off the time of a chunk with its head products and more than half off its memory
+(64 blocks of 8 slots, V = 49152, D = 576, one core), and its rounding errors are no larger.
 """
 
 from typing import Any
@@ -30,7 +32,7 @@ def slot_distances(
     with_kl: bool,
 ) -> SlotDistances:
     """As `eager.slot_distances`, differentiable once and with one backward pass."""
-    ce, l1, accept_l1, kl = _Distances.apply(
+    ce, l1, accept_l1, kl = _Distances.apply(  # type: ignore[no-untyped-call]
         draft_logits, target_logits, labels, accept_temperature, with_kl
     )
     return SlotDistances(ce, l1, l1 if accept_l1 is None else accept_l1, kl)
@@ -50,16 +52,18 @@ class _Distances(Function):
         log_q = torch.log_softmax(draft_logits, -1, dtype=dtype)
         ce = -log_q.gather(-1, labels[..., None])[..., 0]
         log_p = torch.log_softmax(target_logits, -1, dtype=dtype)
-        kl = None
+        kl = p = None
         if with_kl:
-            kl = (log_p - log_q).mul_(log_p.exp()).sum(-1)
+            p = log_p.exp()
+            kl = (log_p - log_q).mul_(p).sum(-1)
         q = log_q.exp_()
-        gaps = [log_p.exp_().sub_(q)]
+        gaps = [_minimum_less_q(log_p.exp_(), q)]
         if accept_temperature != 1:
             sharp = torch.softmax(target_logits.to(dtype) / accept_temperature, -1)
-            gaps.append(sharp.sub_(q))
-        l1, *accept_l1 = (torch.linalg.vector_norm(gap, 1, -1) for gap in gaps)
-        ctx.save_for_backward(labels, q, *gaps)
+            gaps.append(_minimum_less_q(sharp, q))
+        # summed with `sum`: a CPU's vector_norm loses three digits over a large vocabulary
+        l1, *accept_l1 = (-2 * gap.sum(-1) for gap in gaps)
+        ctx.save_for_backward(labels, q, p, *gaps)
         ctx.logits_dtype = draft_logits.dtype
         ctx.set_materialize_grads(False)
         return ce, l1, accept_l1[0] if accept_l1 else None, kl
@@ -67,22 +71,29 @@ class _Distances(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        labels, q, *gaps = ctx.saved_tensors
+        labels, q, p, *gaps = ctx.saved_tensors
         by_ce, by_l1, by_accept_l1, by_kl = gradients
         # The saved tensors are used up; autograd's version check refuses a second backward pass.
-        total = None if by_kl is None else gaps[0] * -by_kl[..., None]
-        factor = torch.zeros_like(q[..., :1])
+        factor, total = torch.zeros_like(q[..., :1]), None
         if by_ce is not None:
             factor += by_ce[..., None]
+        if by_kl is not None:
+            factor += by_kl[..., None]
+            total = p.mul_(-by_kl[..., None])
         for gap, by_gap in zip(gaps, (by_l1, by_accept_l1), strict=False):
             if by_gap is None:
                 continue
-            signed = gap.sign_().mul_(q)  # -q·s
-            factor += by_gap[..., None] * signed.sum(-1, keepdim=True)
-            signed.mul_(-by_gap[..., None])
+            signed = gap.sign_().mul_(q)  # -q·u
+            factor += 2 * by_gap[..., None] * signed.sum(-1, keepdim=True)
+            signed.mul_(-2 * by_gap[..., None])
             total = signed if total is None else total.add_(signed)
         q.mul_(factor)
         total = q if total is None else total.add_(q)
         if by_ce is not None:
             total.scatter_add_(-1, labels[..., None], -by_ce[..., None])
         return total.to(ctx.logits_dtype), None, None, None, None
+
+
+def _minimum_less_q(p: Tensor, q: Tensor) -> Tensor:
+    """min(p, q) - q, in p's memory."""
+    return torch.minimum(p, q, out=p).sub_(q)

@@ -81,7 +81,7 @@ class Sums:
         sizes = [1 if name not in _PER_SLOT else 0 for name in _NAMES]
         block_size, rest = divmod(len(vector) - sum(sizes), len(_PER_SLOT))
         assert rest == 0
-        parts = vector.split([size or block_size for size in sizes])
+        parts = vector.split([size or block_size for size in sizes])  # type: ignore[no-untyped-call]
         return Sums(
             *(
                 part if name in _PER_SLOT else part[0]

@@ -63,7 +63,8 @@ class Api:
         if self.api_key is None:
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+        # starlette reads header bytes as latin-1; a key may hold anything
+        if not hmac.compare_digest(given.encode("latin-1"), self.api_key.encode()):
             raise ApiError(
                 401,
                 "a valid API key is needed: Authorization: Bearer KEY",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dspark.errors import TargetError
+from dspark.target.packed import pack_linears
 from dspark.target.rows import RowCache, padded_rows
 
 __all__ = ["Features", "Rows", "Target"]
@@ -69,6 +70,7 @@ class Target:
         self.eos_ids = frozenset(
             _ids(getattr(generation, "eos_token_id", None)) | _ids(self.config.eos_token_id)
         )
+        self._packed = False
         self._check_head()
 
     @property
@@ -125,6 +127,10 @@ class Target:
     def new_cache(self, layer_ids: Sequence[int] = ()) -> RowCache:
         """An empty cache for one sequence whose calls return the taps of ``layer_ids``."""
         check_layer_ids(layer_ids, self.num_layers)
+        if not self._packed:
+            # only what decodes pays for the second copy of the weights
+            pack_linears(self.model)
+            self._packed = True
         return RowCache(tuple(layer_ids))
 
     @torch.no_grad()

@@ -37,6 +37,11 @@ def _available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise")
 
 
+def _dtypes() -> tuple[torch.dtype, ...]:
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
+
+
 def pack_linears(model: nn.Module) -> int:
     """Repack the linear layers of a CPU model in place; bytes of the packed copies.
 
@@ -44,8 +49,11 @@ def pack_linears(model: nn.Module) -> int:
     """
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     size = sum(module.weight.nbytes for module in linears)
-    on_cpu = all(module.weight.device.type == "cpu" for module in linears)
-    if not (on_cpu and _available() and size <= _MOST_BYTES):
+    fits = all(
+        module.weight.device.type == "cpu" and module.weight.dtype in _dtypes()
+        for module in linears
+    )
+    if not (fits and _available() and size <= _MOST_BYTES):
         return 0
     with torch.no_grad():
         for module in linears:

@@ -1,21 +1,29 @@
 """The draft a run starts with: from settings, from an exported draft, or from a checkpoint."""
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dspark.config import DraftSettings
+from dspark.config import Config, DraftSettings
+from dspark.corpus.chat import generation_prompt_ids
 from dspark.draft.config import DSparkConfig, check_mask_token, config_for_target
 from dspark.draft.model import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.load import build_draft, check_fit, load_draft, read_config
 from dspark.target import Target
 
-__all__ = ["checkpoint_layers", "draft_config", "initial_draft", "mask_token", "restored_draft"]
+__all__ = [
+    "checkpoint_layers",
+    "draft_config",
+    "initial_draft",
+    "mask_token",
+    "restored_draft",
+    "shape",
+]
 
 log = logging.getLogger(__name__)
 
@@ -66,21 +74,40 @@ def mask_token(
 
 
 def draft_config(
-    settings: DraftSettings, target: Target, *, mask_token_id: int, num_anchors: int
+    config: Config,
+    target: Target,
+    tokenizer: Any,
+    used_ids: Callable[[], set[int]],
+    *,
+    saved: DSparkConfig | None,
 ) -> DSparkConfig:
-    """Shape of the draft that ``settings`` ask for.
+    """Shape of the draft that the settings ask for; a checkpoint's where they leave it open.
 
     Raises:
         ConfigError: the settings do not fit the target.
         CheckpointError: `init_from` cannot be read or was made for another target.
     """
-    if settings.init_from is None:
-        config = config_for_target(target.config, settings, mask_token_id=mask_token_id)
-        config.num_anchors = num_anchors
-        return config
-    config = read_config(settings.init_from)
-    check_fit(config, target, settings.init_from)
-    return config
+    settings = config.draft
+    if settings.init_from is not None:
+        if saved is not None:
+            return saved  # `init_from` may be gone by now
+        shape = read_config(settings.init_from)
+        check_fit(shape, target, settings.init_from)
+        if shape.mask_token_id in used_ids():
+            log.warning(
+                "mask token %s of %s occurs in the data: these tokens look like open slots to it",
+                shape.mask_token_id,
+                settings.init_from,
+            )
+        return shape
+    if saved is not None and settings.mask_token_id is None:
+        mask = saved.mask_token_id
+        assert mask is not None
+    else:
+        mask = mask_token(settings, tokenizer, target, {*used_ids(), *_template_ids(tokenizer)})
+    shape = config_for_target(target.config, settings, mask_token_id=mask)
+    shape.num_anchors = config.train.num_anchors
+    return shape
 
 
 def initial_draft(
@@ -93,12 +120,14 @@ def initial_draft(
     """
     if settings.init_from is not None:
         draft = load_draft(settings.init_from, target=target, dtype=torch.float32)
-        return draft.train()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        draft = DSparkDraftModel(config).to(device=target.device, dtype=torch.float32)
-    draft.attach(target.embed_weight, target.head_weight)
-    return draft.train()
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            draft = DSparkDraftModel(config)
+        draft.to(device=target.device, dtype=torch.float32)  # type: ignore[call-arg]
+        draft.attach(target.embed_weight, target.head_weight)
+    draft.train()
+    return draft
 
 
 def restored_draft(
@@ -110,7 +139,8 @@ def restored_draft(
         CheckpointError: its tensors do not fit its config.
     """
     draft = build_draft(config, weights, where=where, target=target, dtype=torch.float32)
-    return draft.train()
+    draft.train()
+    return draft
 
 
 def shape(config: DSparkConfig) -> dict[str, Any]:
@@ -121,6 +151,13 @@ def shape(config: DSparkConfig) -> dict[str, Any]:
         f"draft.{renamed.get(key, key)}": list(value) if isinstance(value, tuple) else value
         for key, value in values.items()
     }
+
+
+def _template_ids(tokenizer: Any) -> list[int]:
+    """Ids that every served prompt holds, even if pre-tokenised training rows have none of them."""
+    if not tokenizer.chat_template:
+        return []
+    return generation_prompt_ids(tokenizer, [{"role": "user", "content": "Hello"}])
 
 
 def checkpoint_layers(draft: DSparkDraftModel) -> None:

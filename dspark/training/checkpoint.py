@@ -11,6 +11,8 @@ with their sizes) comes last, and only then the directory gets its name. What do
     trainer_state.json  step, structure, best, half-filled metric window
     config.yaml         resolved settings
     provenance.json     versions, revision, command line
+    check.json          validation prompts and their accept length, where validated: the export's
+                        check decodes them again
     COMPLETE            written last
 
 Beside them stand the links `latest` and `best`.
@@ -35,6 +37,7 @@ from torch import Tensor
 from dspark import config_io, provenance
 from dspark.config import Config
 from dspark.errors import CheckpointError, RunError
+from dspark.export.check import Probe, save_probe
 
 __all__ = [
     "Best",
@@ -108,6 +111,7 @@ def save(
     draft_config: Mapping[str, Any],
     moments: Mapping[str, Any],
     config: Config,
+    probe: Probe | None = None,
 ) -> Path:
     """Write `checkpoint-<state.step>` into ``output_dir`` and point `latest` at it.
 
@@ -122,6 +126,7 @@ def save(
             draft_config=draft_config,
             moments=moments,
             config=config,
+            probe=probe,
         )
     except OSError as error:
         raise RunError(f"cannot write a checkpoint into {output_dir}: {error}") from error
@@ -135,6 +140,7 @@ def _save(
     draft_config: Mapping[str, Any],
     moments: Mapping[str, Any],
     config: Config,
+    probe: Probe | None = None,
 ) -> Path:
     final = output_dir / f"checkpoint-{state.step}"
     aside = output_dir / f"{_ASIDE}{state.step}.tmp"
@@ -147,6 +153,8 @@ def _save(
     provenance.write_json(aside / "trainer_state.json", asdict(state))
     provenance.write_json(aside / "provenance.json", provenance.collect(step=state.step))
     config_io.save(config, aside / "config.yaml")
+    if probe is not None:
+        save_probe(aside, probe)
     sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
     for name in sizes:
         _sync(aside / name)
@@ -175,7 +183,8 @@ def read(path: Path) -> Saved:
         moments = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}): move it away to go on from an older one"
+            f"{path} cannot be read ({type(error).__name__}): "
+            "move it away to go on from an older one"
         ) from error
     best = raw.pop("best")
     return Saved(
@@ -300,4 +309,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-

@@ -34,5 +34,3 @@ def gather_rows(
 ) -> Tensor:  # [N, K, D]
     """The few rows that pass through the target's head: an [S, V] of logits never exists."""
     return last_hidden.flatten(0, 1)[rows]
-
-

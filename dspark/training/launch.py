@@ -12,9 +12,10 @@ other and train the same draft apart. What is checked here, before anything is l
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -25,11 +26,12 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     broadcast_object_list,
 )
+from torch import nn
 
 from dspark.config import TrainSettings
 from dspark.errors import ConfigError, DSparkError
 
-__all__ = ["check_environment", "check_started", "on_main", "start"]
+__all__ = ["check_environment", "check_started", "on_main", "prepare", "start"]
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +157,17 @@ def start(settings: TrainSettings, *, device: str) -> Accelerator:
     return accelerator
 
 
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Any, Any]:
+    """Model and optimizer as accelerate wants them used."""
+    with warnings.catch_warnings():
+        # torch renames broadcast_buffers in a release that not everybody has
+        warnings.simplefilter("ignore", FutureWarning)
+        prepared: tuple[Any, Any] = accelerator.prepare(model, optimizer)
+    return prepared
+
+
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     """Run ``function`` on rank 0; every rank gets its result, or its user error."""
     outcome: list[T | DSparkError | None] = [None]
@@ -176,8 +189,9 @@ def _use_cores(environ: Mapping[str, str]) -> None:
     if launched and environ.get("OMP_NUM_THREADS") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         threads = max(1, (cores or 1) // int(environ.get("LOCAL_WORLD_SIZE", "1")))
-        torch.set_num_threads(threads)
-        log.info("the launcher left one CPU thread; using %d", threads)
+        if threads > 1:
+            torch.set_num_threads(threads)
+            log.info("the launcher left one CPU thread; using %d", threads)
 
 
 def _remedy(num_processes: int, has_gpu: bool) -> str:

@@ -53,9 +53,14 @@ class Monitor:
         self._since = time.perf_counter()
         self._timed_steps = 0
 
-    def add(self, sums: Sums, loss: Tensor, *, tokens: int) -> None:
-        """Count one forward pass of this process; ``loss`` is its share of the step's loss."""
-        vector = sums.to_vector()
+    def add(self, vector: Tensor, loss: Tensor, *, tokens: int) -> None:
+        """Count one forward pass of this process.
+
+        Args:
+            vector: `Sums.to_vector` of the pass.
+            loss: its share of the step's loss.
+            tokens: of its rows, without padding.
+        """
         assert len(vector) == self._statistics
         self._sums[: self._statistics] += vector
         self._sums[self._statistics] += loss.detach()

@@ -23,30 +23,30 @@ _ADAM_EPS = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How many optimizer steps a run takes, and over how many rows each."""
+    """How many optimizer steps a run takes, and over how many rows each.
+
+    Passes over the data are those of `corpus.dataset.rows_at`: whole steps only.
+    """
 
     global_batch: int
     """Rows of one step: batch_size x grad_accumulation x processes."""
     total_steps: int
     num_rows: int
-    """Rows of the data set; step s takes positions s·global_batch .. (s+1)·global_batch - 1."""
 
     @property
-    def unvisited(self) -> int:
-        """Rows of the last pass over the data that the run ends before."""
-        return -(self.total_steps * self.global_batch) % self.num_rows
+    def left_out(self) -> int:
+        """Rows that each pass leaves out because they fill no whole step; others every time."""
+        return self.num_rows % self.global_batch if self.num_rows >= self.global_batch else 0
 
     def epoch(self, step: int) -> float:
         """Passes over the data after ``step`` steps."""
-        return step * self.global_batch / self.num_rows
+        return step * self.global_batch / (self.num_rows - self.left_out)
 
 
 def plan_steps(settings: TrainSettings, *, num_rows: int, num_processes: int) -> Plan:
-    """Steps of the run: `steps`, or as many whole global batches as `epochs` passes hold.
+    """Steps of the run: `steps`, or those of `epochs` passes.
 
-    Passes follow each other without a gap (a global batch may hold the end of one and the start
-    of the next), so there is no short batch; only the very end of the last pass, less than a
-    global batch, is left out.
+    With fewer rows than a global batch, passes follow each other within a step.
 
     Raises:
         DataError: there is no row at all.
@@ -54,8 +54,11 @@ def plan_steps(settings: TrainSettings, *, num_rows: int, num_processes: int) ->
     if num_rows < 1:
         raise DataError("the data holds no row that can be trained on")
     global_batch = settings.batch_size * settings.grad_accumulation * num_processes
-    steps = settings.steps or max(1, settings.epochs * num_rows // global_batch)
-    return Plan(global_batch=global_batch, total_steps=steps, num_rows=num_rows)
+    if num_rows >= global_batch:
+        steps = settings.epochs * (num_rows // global_batch)
+    else:
+        steps = max(1, settings.epochs * num_rows // global_batch)
+    return Plan(global_batch=global_batch, total_steps=settings.steps or steps, num_rows=num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,30 +27,37 @@ from torch import Tensor
 
 from dspark import config_io, provenance
 from dspark.config import Config
-from dspark.draft.model import DSparkDraftModel
+from dspark.corpus.chat import check_template
+from dspark.draft.config import DSparkConfig
 from dspark.errors import CheckpointError, ConfigError, DSparkError
-from dspark.export.config_json import from_json, read_json, to_json
+from dspark.export.check import Probe
+from dspark.export.config_json import ARCHITECTURES, from_json, read_json, to_json
 from dspark.progress import Bar
-from dspark.target import Target, load, load_tokenizer
+from dspark.target import load, load_tokenizer, resolve
 from dspark.training import build, checkpoint, launch, tracker, validation
 from dspark.training.checkpoint import Best, Saved, TrainState
 from dspark.training.features import batch_features, gather_rows
-from dspark.training.monitor import MetricsFile, Monitor
+from dspark.training.journal import Journal
+from dspark.training.monitor import Monitor
 from dspark.training.objective import Objective
-from dspark.training.optim import (
-    Plan,
-    Schedule,
-    build_optimizer,
-    plan_steps,
-    ramp_at,
-    set_learning_rate,
-)
+from dspark.training.optim import Schedule, build_optimizer, plan_steps, ramp_at, set_learning_rate
+from dspark.training.rows import check_features, check_fit, identity, open_rows
 from dspark.training.signals import EXIT_INTERRUPTED, StopRequest
-from dspark.training.window import Window, Windows
+from dspark.training.window import Pass, Split, Window, Windows
 
 __all__ = ["TrainReport", "main", "run"]
 
 log = logging.getLogger(__name__)
+
+# Settings whose change alters no number of the training.
+_PLAIN_KEYS = frozenset(
+    {
+        "output_dir", "features", "steps", "epochs", "batch_size", "grad_accumulation",
+        "gradient_checkpointing", "num_processes", "resume", "save_every", "keep", "log_every",
+        "validate_every", "validation_prompts", "validation_limit", "validation_max_new_tokens",
+        "tracker", "chunk_blocks", "seed", "num_anchors",
+    }
+)  # fmt: skip
 
 _EXAMPLE = "example: accelerate launch train.py --config configs/tiny.yaml train.steps=20"
 
@@ -80,16 +86,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The program: settings and overrides from ``argv``, a run, an exit code."""
     parser = argparse.ArgumentParser(
         prog="train.py",
-        description="Distil a DSpark draft from a target.",
+        usage="%(prog)s [-h] [--config PATH] [--json] [section.key=value ...]",
+        description="Distil a DSpark draft from a target. Settings given as section.key=value "
+        "(also --section.key value) win over the file.",
         epilog=_EXAMPLE,
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="PATH", help="YAML settings; see configs/")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
-    )
-    arguments, others = parser.parse_known_args(argv)
+    arguments, overrides = parser.parse_known_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
@@ -97,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         stream=sys.stderr,
     )
     try:
-        report = run(config_io.load(arguments.config, [*arguments.overrides, *others]))
+        report = run(config_io.load(arguments.config, overrides))
     except DSparkError as error:
         print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -176,8 +181,7 @@ class Trainer:
         self.config = config
         self.accelerator = accelerator
         self.output_dir = Path(config.train.output_dir)
-        device = accelerator.device
-        settings = config.train
+        settings, processes = config.train, accelerator.num_processes
 
         # once, on rank 0: a named target may have to be unpacked first
         launch.on_main(accelerator, lambda: resolve(config.target))
@@ -185,13 +189,350 @@ class Trainer:
         if settings.validation_prompts:
             check_template(tokenizer)
         rows = open_rows(config, tokenizer)
-        self.plan = plan_steps(
-            settings, num_rows=len(rows), num_processes=accelerator.num_processes
-        )
+        self.plan = plan_steps(settings, num_rows=len(rows), num_processes=processes)
         self.schedule = Schedule(
             peak=settings.lr,
             total_steps=self.plan.total_steps,
             warmup_ratio=settings.warmup_ratio,
             kind=settings.schedule,
         )
-        self.target = load(config.target, device=device.type if device.type == "cpu" else str(device))
+        self.target = load(config.target, device=_device_name(accelerator))
+        check_fit(rows, self.target)
+        self.prompts = validation.prompt_ids(
+            settings, tokenizer, max_positions=self.target.max_position_embeddings
+        )
+
+        saved = checkpoint.read(resume) if resume else None
+        draft_config = build.draft_config(
+            config,
+            self.target,
+            tokenizer,
+            rows.used_ids,
+            saved=_shape_of(saved) if saved else None,
+        )
+        layer_ids = tuple(draft_config.target_layer_ids or ())
+        check_features(config, self.target, layer_ids, tokenizer)
+        self.structure = {
+            "target": self.target.fingerprint(),
+            **identity(rows),
+            "data.max_length": config.data.max_length,
+            "train.seed": settings.seed,
+            "train.num_anchors": settings.num_anchors,
+            "global batch (batch_size x grad_accumulation x processes)": self.plan.global_batch,
+            **build.shape(draft_config),
+        }
+        if saved is None:
+            self.draft = build.initial_draft(
+                draft_config, config.draft, self.target, seed=settings.seed
+            )
+        else:
+            checkpoint.check_structure(saved.state.structure, self.structure, saved.path)
+            self._check_length(saved)
+            _warn_of_changes(saved, config)
+            self.draft = build.restored_draft(
+                draft_config, saved.weights, self.target, where=str(saved.path)
+            )
+        if settings.gradient_checkpointing:
+            build.checkpoint_layers(self.draft)
+        named = dict(self.draft.trainable())
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._parameters = list(named.values())
+        optimizer = build_optimizer(named.items(), settings)
+        if saved is not None:
+            checkpoint.restore_optimizer(optimizer, saved.moments, self._names)
+        objective = Objective(self.draft, self.target.logits, config.loss)
+        self.model, self.optimizer = launch.prepare(accelerator, objective, optimizer)
+
+        self.windows = Windows(
+            rows,
+            Split(
+                batch_size=settings.batch_size,
+                grad_accumulation=settings.grad_accumulation,
+                process_index=accelerator.process_index,
+                num_processes=processes,
+            ),
+            seed=settings.seed,
+            num_anchors=settings.num_anchors,
+            block_size=self.draft.block_size,
+            loss=config.loss,
+            pin=accelerator.device.type == "cuda",
+        )
+        self.monitor = Monitor(self.draft.block_size, accelerator)
+        self.step = 0
+        self.best: Best | None = None
+        self.last: Path | None = None
+        self._tracker_run: str | None = None
+        self._figures: dict[str, float] = {}
+        if saved is not None:
+            self.step, self.best, self.last = saved.state.step, saved.state.best, saved.path
+            self._tracker_run = saved.state.tracker_run
+            self.monitor.restore(saved.state.window, saved.state.window_steps)
+            log.info("going on from %s", saved.path)
+        self._describe()
+
+    def train(self) -> str:
+        """Run the steps that are left; `finished`, `interrupted` or `already finished`."""
+        if self.step >= self.plan.total_steps:
+            return "already finished"
+        main = self.accelerator.is_main_process
+        with ExitStack() as stack:
+            if main:
+                config_io.save(self.config, self.output_dir / "config.yaml")
+                provenance.write_json(self.output_dir / "provenance.json", provenance.collect())
+            journal = stack.enter_context(
+                Journal(
+                    self.config,
+                    self.output_dir,
+                    last_step=self.step,
+                    tracker_run=self._tracker_run,
+                    active=main,
+                )
+            )
+            self._tracker_run = journal.tracker_run
+            bar = stack.enter_context(Bar("train", self.plan.total_steps, shown=main))
+            bar.advance(self.step)
+            stop = stack.enter_context(StopRequest())
+            return self._loop(journal, bar, stop)
+
+    def report(self, status: str, seconds: float) -> TrainReport:
+        """What the run did."""
+        best = self.best
+        return TrainReport(
+            status=status,
+            step=self.step,
+            total_steps=self.plan.total_steps,
+            output_dir=str(self.output_dir),
+            last=str(self.last) if self.last else None,
+            best=str(self.output_dir / f"checkpoint-{best.step}") if best else None,
+            best_accept_length=best.accept_length if best else None,
+            loss=self._figures.get("train/loss"),
+            tau=self._figures.get("train/tau"),
+            seconds=seconds,
+        )
+
+    def _loop(self, journal: Journal, bar: Bar, stop: StopRequest) -> str:
+        settings, total = self.config.train, self.plan.total_steps
+        self.monitor.restart_clock()
+        for window in self.windows.between(self.step, total):
+            stopping = self._optimize(window, stop)
+            self.step = window.step + 1
+            final = self.step == total
+            if self.step % settings.log_every == 0 or final:
+                self._figures = self._line()
+                journal.write(self.step, self._figures)
+            bar.advance(1, **self._shown())
+            probe = None
+            if self.prompts and (final or _due(self.step, settings.validate_every)):
+                probe = self._validate(journal)
+            improved = probe is not None and self.best is not None and self.best.step == self.step
+            if final or stopping or improved or self.step % settings.save_every == 0:
+                self._save(probe)
+            elif probe is None:
+                continue
+            # the rows' own pace, without the time for validating and saving
+            self.monitor.restart_clock()
+            if stopping and not final:
+                return "interrupted"
+        return "finished"
+
+    def _optimize(self, window: Window, stop: StopRequest) -> bool:
+        """One optimizer step; true if any process was asked to stop before it."""
+        accelerator, settings, step = self.accelerator, self.config.train, window.step
+        device, processes = accelerator.device, accelerator.num_processes
+        asked = torch.tensor([float(stop.pending)], dtype=torch.float64)
+        # one collective for both; nothing waits for its result but the stop below
+        shared = torch.cat([window.denominators, asked]).to(device, non_blocking=True)
+        if processes > 1:
+            shared = accelerator.reduce(shared, reduction="sum")
+        stopping = _Later(shared[2])
+        ramp = ramp_at(
+            step, total_steps=self.plan.total_steps, ratio=self.config.loss.accept_length_ramp
+        )
+        set_learning_rate(self.optimizer, self.schedule.lr(step))
+        for number, one in enumerate(window.passes, 1):
+            last = number == len(window.passes)
+            with nullcontext() if last else accelerator.no_sync(self.model):
+                loss, vector = self._forward(one.to(device), shared[:2], ramp)
+                # data parallelism averages the gradients; the shares of the loss add up
+                accelerator.backward(loss * processes)
+            self.monitor.add(vector, loss, tokens=one.num_tokens)
+        norm = accelerator.clip_grad_norm_(self._parameters, settings.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.monitor.end_step(norm, shared[:2])
+        return stop.pending if processes == 1 else stopping.read()
+
+    def _forward(self, one: Pass, denominators: Tensor, ramp: float) -> tuple[Tensor, Tensor]:
+        features = batch_features(
+            self.target, self.draft.layer_ids, one.input_ids, one.taps, one.last_hidden
+        )
+        loss, vector = self.model(
+            features.taps,
+            gather_rows(features.last_hidden, one.target_rows),
+            anchor_ids=one.anchor_ids,
+            anchors=one.anchors,
+            block_rows=one.block_rows,
+            labels=one.labels,
+            prev_ids=one.prev_ids,
+            mask=one.mask,
+            denominators=denominators,
+            ramp=ramp,
+        )
+        return loss, vector
+
+    def _line(self) -> dict[str, float]:
+        figures = self.monitor.line()
+        return {
+            **figures,
+            "train/lr": self.schedule.lr(self.step - 1),
+            "train/epoch": self.plan.epoch(self.step),
+        }
+
+    def _shown(self) -> dict[str, str]:
+        if not self._figures:
+            return {}
+        return {
+            "loss": f"{self._figures['train/loss']:.3f}",
+            "tau": f"{self._figures['train/tau']:.2f}",
+            "lr": f"{self._figures['train/lr']:.1e}",
+        }
+
+    def _validate(self, journal: Journal) -> Probe:
+        """Decode the validation prompts, note the figures, and remember the best step."""
+        limit = self.config.train.validation_max_new_tokens
+        stats = validation.validate(
+            self.target,
+            self.draft,
+            self.prompts,
+            max_new_tokens=limit,
+            accelerator=self.accelerator,
+        )
+        journal.write(self.step, validation.figures(stats))
+        log.info("step %d: accept length %.3f in validation", self.step, stats.accept_length)
+        if self.best is None or stats.accept_length > self.best.accept_length:
+            self.best = Best(self.step, stats.accept_length)
+        return Probe(
+            prompt_ids=tuple(tuple(ids) for ids in self.prompts),
+            max_new_tokens=limit,
+            expected=stats.accept_length,
+            expected_from="the trainer's validation",
+        )
+
+    def _save(self, probe: Probe | None) -> None:
+        window, window_steps = self.monitor.state()
+        self.last = self.output_dir / f"checkpoint-{self.step}"
+        if not self.accelerator.is_main_process:
+            return
+        state = TrainState(
+            step=self.step,
+            total_steps=self.plan.total_steps,
+            world_size=self.accelerator.num_processes,
+            structure=self.structure,
+            window=window,
+            window_steps=window_steps,
+            best=self.best,
+            tracker_run=self._tracker_run,
+        )
+        shape = to_json(self.draft.config, architecture=ARCHITECTURES[0])
+        checkpoint.save(
+            self.output_dir,
+            state,
+            weights=dict(self.draft.named_parameters()),
+            draft_config={**shape, "dtype": "float32", "torch_dtype": "float32"},
+            moments=checkpoint.optimizer_by_name(self.optimizer.optimizer, self._names),
+            config=self.config,
+            probe=probe,
+        )
+        if self.best is not None:
+            checkpoint.link(self.output_dir, "best", self.best.step)
+        checkpoint.rotate(self.output_dir, keep=self.config.train.keep, best=self.best)
+
+    def _check_length(self, saved: Saved) -> None:
+        """Another number of steps is another schedule, unless every rate stays what it was.
+
+        Raises:
+            CheckpointError: the learning rate or the ramp of a step would differ.
+        """
+        then, now = saved.state.total_steps, self.plan.total_steps
+        if then == now:
+            return
+        before = replace(self.schedule, total_steps=then)
+        ratio = self.config.loss.accept_length_ramp
+        warm = max(self.schedule.warmup_steps, before.warmup_steps)
+        ramp = max(ramp_at(saved.state.step, total_steps=n, ratio=ratio) < 1 for n in (then, now))
+        if self.schedule.kind != "constant" or saved.state.step < warm or ramp:
+            raise CheckpointError(
+                f"the run is {now} steps long but {saved.path} was trained for {then}, which the "
+                f"{self.schedule.kind} schedule and the ramps depend on: set train.steps={then}, "
+                "or start in another train.output_dir"
+            )
+
+    def _describe(self) -> None:
+        plan, processes = self.plan, self.accelerator.num_processes
+        count = sum(parameter.numel() for parameter in self._parameters)
+        log.info(
+            "%d rows, %d of them a step (%d process(es)), %d steps, %.2f epochs; "
+            "%.1fM trainable parameters, %s, on %s",
+            plan.num_rows,
+            plan.global_batch,
+            processes,
+            plan.total_steps,
+            plan.epoch(plan.total_steps),
+            count / 1e6,
+            self.accelerator.mixed_precision.replace("no", "fp32"),
+            self.accelerator.device,
+        )
+        if plan.left_out:
+            log.info("each pass leaves out %d rows, other ones every time", plan.left_out)
+
+
+class _Later:
+    """A device value that is read after the step's work has been queued.
+
+    On a GPU the copy starts at once and is waited for at the end of the step, by when the device
+    is long past it: the host stays ahead.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._event = None
+        if value.device.type == "cuda":
+            self._host = torch.empty_like(value, device="cpu", pin_memory=True)
+            self._host.copy_(value, non_blocking=True)
+            self._event = torch.cuda.current_stream().record_event()
+        else:
+            self._host = value
+
+    def read(self) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._host > 0)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _device_name(accelerator: Accelerator) -> str:
+    device = accelerator.device
+    return "cpu" if device.type == "cpu" else str(device)
+
+
+def _shape_of(saved: Saved) -> DSparkConfig:
+    return from_json(read_json(saved.path), str(saved.path / "config.json"))
+
+
+def _warn_of_changes(saved: Saved, config: Config) -> None:
+    """Name every setting of the optimisation that differs from the checkpoint's."""
+    for section in ("loss", "train"):
+        then = getattr(saved.config, section).model_dump()
+        now = getattr(config, section).model_dump()
+        for key, value in now.items():
+            if then[key] != value and key not in _PLAIN_KEYS:
+                log.warning(
+                    "%s.%s changes from %s to %s at step %d",
+                    section,
+                    key,
+                    then[key],
+                    value,
+                    saved.state.step,
+                )

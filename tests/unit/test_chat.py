@@ -1,5 +1,6 @@
 """Masks are compared token by token with hand-written goldens: `[...]` marks what is supervised."""
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -54,13 +55,13 @@ RAISING = "{{ raise_exception('only French is spoken here') }}"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|role_end|>")
 
 
-def byte_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+def byte_tokenizer(template: str | None) -> Any:
     """One token a byte, and the control tokens of both formats."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = token_decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=core)  # type: ignore[no-untyped-call]
     # think tokens are no control tokens in real tokenizers either
     tokens = [AddedToken(t, special="think" not in t, normalized=False) for t in SPECIAL]
     tokenizer.add_tokens(tokens)
@@ -69,17 +70,13 @@ def byte_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 
 
 def marked(tokenizer: Any, rendered: chat.Rendered) -> str:
-    """The text with `[` and `]` around supervised runs (at token borders)."""
-    assert len(rendered.input_ids) == len(rendered.loss_mask)
-    out, run, last = [], [], 0
-    for token, on in [*zip(rendered.input_ids, rendered.loss_mask, strict=True), (None, None)]:
-        if on != last and run:
-            text = tokenizer.decode(run)
-            out.append(f"[{text}]" if last else text)
-            run = []
-        last = on
-        run.append(token)
-    return "".join(out)
+    """The text with `[` and `]` around supervised runs."""
+    pairs = zip(rendered.input_ids, rendered.loss_mask, strict=True)
+    out = ""
+    for on, run in groupby(pairs, key=lambda pair: pair[1]):
+        text = tokenizer.decode([token for token, _ in run])
+        out += f"[{text}]" if on else text
+    return out
 
 
 def talk(*turns: str | dict[str, Any]) -> list[dict[str, Any]]:
@@ -122,7 +119,7 @@ def test_three_turns_with_one_token_answers(smollm: Any) -> None:
         "👩‍👩‍👧‍👦 family",
         "שלום עולם",
         "e\u0301 n\u0303",
-        "你好，世界",
+        "你好\uff0c世界",
         "\u200f",
         "x\u0000y",
         "{{ x }}",

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -23,8 +25,9 @@ def reference(logits: torch.Tensor, one: SamplingSetting) -> torch.Tensor:
         warpers.append(TopPLogitsWarper(one.top_p))
     if one.min_p > 0:
         warpers.append(MinPLogitsWarper(one.min_p))
-    ids = torch.zeros(1, 1, dtype=torch.int64)
-    return warpers(ids, logits.float())[0].double().softmax(-1)
+    ids: Any = torch.zeros(1, 1, dtype=torch.int64)
+    scores: Any = logits.float()
+    return warpers(ids, scores)[0].double().softmax(-1)
 
 
 def masses(logits: torch.Tensor, one: SamplingSetting, cells: int) -> torch.Tensor:

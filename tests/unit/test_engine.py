@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dspark.decoding import Commit, DecodeParams, SamplingParams, decode, stream
 from dspark.errors import ConfigError, RunError
@@ -17,8 +16,6 @@ from dspark.serving.engine import Draining, Engine, QueueFull
 from dspark.serving.request import Delta, Event, Failed, Finished, GenerateParams
 from dspark.serving.settings import ServeSettings
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
-
-torch.set_num_threads(1)
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id

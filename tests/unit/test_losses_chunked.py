@@ -53,7 +53,7 @@ def make_draft(
         **{"markov_rank": 6, **heads},
     )
     torch.manual_seed(0)
-    draft = DSparkDraftModel(config).to(dtype)
+    draft: DSparkDraftModel = DSparkDraftModel(config).to(dtype)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(vocabulary, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
     draft.attach(head, head)
@@ -233,7 +233,7 @@ def test_target_and_frozen_weights_get_no_gradient() -> None:
     batch.target_hidden.requires_grad_()
     settings = LossSettings(chunk_blocks=1)
     loss = batch.sums(draft, settings, eager=False).loss(torch.ones(2), settings, 1.0)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert batch.target_hidden.grad is None
     reached = {name for name, each in draft.named_parameters() if each.grad is not None}
     assert reached == {name for name, _ in head_parameters(draft)}
@@ -268,16 +268,16 @@ def test_softmaxes_stay_float32_under_bfloat16(draft_dtype: torch.dtype) -> None
         value = getattr(sums, name)
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), getattr(exact, name), rtol=1e-5, atol=0)
-    sums.loss(denominators(batch.mask, settings), settings, 1.0).backward()
+    sums.loss(denominators(batch.mask, settings), settings, 1.0).backward()  # type: ignore[no-untyped-call]
     assert batch.hidden.grad is not None
     assert batch.hidden.grad.isfinite().all()
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Largest tensor made, and the most elements of large tensors alive at one time."""
 
     def __init__(self, large: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.large = large
         self.largest = self.alive = self.peak = 0
         self.seen: set[int] = set()

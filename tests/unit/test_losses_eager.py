@@ -10,6 +10,7 @@ from torch import Tensor
 from dspark.acceptance import expected_accepted
 from dspark.config import LossSettings
 from dspark.losses import denominators, objective
+from dspark.losses.accept_length import survival_weights
 from dspark.losses.slots import overlap
 
 OPTIONS: list[dict[str, Any]] = [
@@ -227,3 +228,21 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     )
     assert sums.ce.dtype == torch.float32
     torch.testing.assert_close(sums.to_vector(), exact.to_vector(), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_depend_on_alpha_have_no_gradient() -> None:
+    draft, target, labels, mask, _ = draw(0, dtype=torch.float64)
+    draft.requires_grad_()
+    settings = LossSettings(distance="lk_hybrid", slot_weights="survival")
+    sums = objective(draft, target, labels, mask, None, settings)
+    (actual,) = torch.autograd.grad(sums.l1, draft)
+
+    p, log_q = target.softmax(-1), draft.log_softmax(-1)
+    divergence = (p * (p.log() - log_q)).sum(-1)
+    variation = (p - log_q.exp()).abs().sum(-1) / 2
+    alpha = 1 - variation.detach()
+    blend = torch.exp(-3 * alpha)
+    weight = survival_weights(alpha, mask, smoothing=settings.survival_smoothing)
+    term = (weight * 2 * (blend * divergence + (1 - blend) * variation)).sum()
+    (expected,) = torch.autograd.grad(term, draft)
+    torch.testing.assert_close(actual, expected)

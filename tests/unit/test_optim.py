@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dspark.config import TrainSettings
+from dspark.corpus.dataset import rows_at
 from dspark.errors import DataError
 from dspark.training.optim import Schedule, build_optimizer, plan_steps, ramp_at, set_learning_rate
 
@@ -14,28 +15,30 @@ def schedule(kind: str, total: int = 100, warmup: float = 0.04) -> Schedule:
     return Schedule(peak=1e-3, total_steps=total, warmup_ratio=warmup, kind=kind)  # type: ignore[arg-type]
 
 
-def test_ten_rows_with_accumulation_three_make_three_steps_and_leave_one_row() -> None:
-    settings = TrainSettings(batch_size=1, grad_accumulation=3, epochs=1)
+def test_ten_rows_with_accumulation_three_make_three_steps_a_pass() -> None:
+    settings = TrainSettings(batch_size=1, grad_accumulation=3, epochs=2)
     plan = plan_steps(settings, num_rows=10, num_processes=1)
-    assert (plan.global_batch, plan.total_steps, plan.unvisited) == (3, 3, 1)
-    assert plan.epoch(3) == pytest.approx(0.9)
-
-
-def test_passes_follow_each_other_without_a_short_batch() -> None:
-    settings = TrainSettings(batch_size=1, grad_accumulation=3, epochs=3)
-    assert plan_steps(settings, num_rows=10, num_processes=1).total_steps == 10
+    assert (plan.global_batch, plan.total_steps, plan.left_out) == (3, 6, 1)
+    assert plan.epoch(3) == pytest.approx(1.0)
+    # the pass of the plan is the pass of the rows: nine different ones, then another order
+    visited = [rows_at(step, plan.global_batch, 10, seed=0) for step in range(6)]
+    for one_pass in (visited[:3], visited[3:]):
+        assert len({row for step in one_pass for row in step}) == 9
+    assert visited[:3] != visited[3:]
 
 
 @pytest.mark.parametrize(("accumulation", "processes"), [(4, 1), (2, 2), (1, 4)])
 def test_the_same_global_batch_makes_the_same_plan(accumulation: int, processes: int) -> None:
     settings = TrainSettings(batch_size=2, grad_accumulation=accumulation, epochs=5)
     plan = plan_steps(settings, num_rows=37, num_processes=processes)
-    assert (plan.global_batch, plan.total_steps) == (8, 23)
+    assert (plan.global_batch, plan.total_steps) == (8, 20)
 
 
 def test_fewer_rows_than_a_global_batch_still_make_one_step() -> None:
     settings = TrainSettings(batch_size=8, epochs=1)
-    assert plan_steps(settings, num_rows=3, num_processes=1).total_steps == 1
+    plan = plan_steps(settings, num_rows=3, num_processes=1)
+    assert (plan.total_steps, plan.left_out) == (1, 0)
+    assert plan.epoch(3) == pytest.approx(8.0)
 
 
 def test_steps_win_over_epochs() -> None:

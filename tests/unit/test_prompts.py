@@ -174,7 +174,9 @@ def test_damaged_lines_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
         Reason.INVALID_UTF8: 1,
         Reason.DUPLICATE_ID: 1,
     }
-    places = [place.split(" ")[0].rsplit(":", 1)[1] for place in rejects.places["invalid_json"]]
+    places = [
+        place.split(" ")[0].rsplit(":", 1)[1] for place in rejects.places[Reason.INVALID_JSON]
+    ]
     assert places == ["4", "6", "9", "11"]
     assert rejects.summary().startswith("6 of 9 rows rejected: invalid_json 4")
 

@@ -130,7 +130,7 @@ def test_unusable_rows_have_a_reason(tmp_path: Path, row: Any, reason: Reason) -
 
 
 def test_conversations_are_rendered_with_the_template(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer: Any = tiny_tokenizer()
     path = write_lines(
         tmp_path / "rows.jsonl",
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "yes"}]},

@@ -97,9 +97,7 @@ def test_greedy_rows_equal_transformers_generate(
     assert set(report.by_finish_reason) == {"stop", "length"}
 
 
-def test_a_sliding_window_target_is_sampled_with_its_window(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_sliding_window_target_is_sampled_with_its_window(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -285,9 +283,7 @@ def test_prompts_that_do_not_fit_are_rejected_and_counted(
 ) -> None:
     lengths = [len(generation_prompt_ids(tokenizer, p.messages)) for p in prompts(8)]
     limit = sorted(lengths)[5]
-    rows, report = sample(
-        target, tokenizer, 8, tmp_path / "r.jsonl", max_prompt_tokens=limit
-    )
+    rows, report = sample(target, tokenizer, 8, tmp_path / "r.jsonl", max_prompt_tokens=limit)
     assert len(rows) == sum(length <= limit for length in lengths) == 6
     assert report.rejects.counts == {Reason.PROMPT_TOO_LONG: 2}
     assert report.rejects.read == report.rejects.accepted + 2 == 8
@@ -299,9 +295,7 @@ def test_the_context_limit_cuts_answers(tokenizer: Any, tmp_path: Path) -> None:
     small = tiny_target(max_position_embeddings=60)
     rows, _ = sample(small, tokenizer, 8, tmp_path / "r.jsonl", max_new_tokens=100)
     assert max(len(row.input_ids) for row in rows.values()) == 60
-    assert all(
-        row.finish_reason == "stop" or len(row.input_ids) == 60 for row in rows.values()
-    )
+    assert all(row.finish_reason == "stop" or len(row.input_ids) == 60 for row in rows.values())
 
 
 def test_reasoning_is_told_apart_from_the_answer(tokenizer: Any) -> None:
@@ -318,7 +312,7 @@ def test_reasoning_is_told_apart_from_the_answer(tokenizer: Any) -> None:
 
 
 def test_thinking_of_a_setting_reaches_template_and_row(target: Target, tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer: Any = tiny_tokenizer()
     tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
     options = tuple(SamplingSetting(thinking=mode) for mode in (True, False, None))
     rows, _ = sample(target, tokenizer, 12, tmp_path / "r.jsonl", settings=options)

@@ -1,26 +1,30 @@
 """The server over real HTTP on 127.0.0.1: what clients of OpenAI and SGLang get to see."""
 
+import contextlib
 import itertools
 import json
 import random
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from dspark.decoding import Commit, DecodeParams, stream
 from dspark.errors import ConfigError
 from dspark.serving import engine as engine_module
+from dspark.serving import server as server_module
 from dspark.serving.server import running
 from dspark.serving.settings import ServeSettings
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
-
-torch.set_num_threads(1)
 
 TOKENIZER = tiny_tokenizer()
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -42,7 +46,7 @@ def pair() -> tuple[Any, Any]:
 def client(pair: tuple[Any, Any]) -> Iterator[httpx.Client]:
     """A client of a server with a draft."""
     settings = ServeSettings(
-        max_queue=2, max_body_bytes=100_000, max_output_tokens=600, default_max_tokens=32
+        max_queue=2, max_body_bytes=100_000, max_output_tokens=600, default_max_tokens=8
     )
     with (
         running(*pair, TOKENIZER, settings=settings) as address,
@@ -439,7 +443,8 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(
 ) -> None:
     endless()
     with client.stream("POST", "/generate", json={"text": "a", "stream": True}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # held, for a dropped iterator closes the connection
+        next(lines)
         with ThreadPoolExecutor(2) as pool:
             waiting = [
                 pool.submit(post, client, "text", max_tokens=1, prompt=str(n)) for n in range(2)
@@ -484,7 +489,7 @@ def test_no_body_makes_a_500(client: httpx.Client) -> None:
     names = ["messages", "prompt", "text", "input_ids", "temperature", "stop", "seed", "top_k"]
     names += ["sampling_params", "stream_options", "chat_template_kwargs", "max_tokens", "model"]
     paths = ["/v1/chat/completions", "/v1/completions", "/generate"]
-    for turn in range(300):
+    for turn in range(200):
         body: Any = {name: rng.choice(pieces) for name in rng.sample(names, rng.randrange(4))}
         raw = json.dumps(body if turn % 7 else rng.choice(pieces)).encode()
         if turn % 5 == 0:
@@ -496,6 +501,11 @@ def test_no_body_makes_a_500(client: httpx.Client) -> None:
                 assert response.json()["error"]["message"]
 
 
+def test_connections_are_marked_as_tcp_so_that_small_chunks_leave_at_once() -> None:
+    with server_module._listen("127.0.0.1", 0) as sock:
+        assert sock.proto == socket.IPPROTO_TCP
+
+
 def test_a_port_in_use_is_one_clear_sentence(pair: tuple[Any, Any], client: httpx.Client) -> None:
     port = client.base_url.port
     with (
@@ -503,3 +513,103 @@ def test_a_port_in_use_is_one_clear_sentence(pair: tuple[Any, Any], client: http
         running(*pair, TOKENIZER, port=port or 0),
     ):
         pass
+
+
+@contextmanager
+def told_to_stop(
+    pair: tuple[Any, Any], settings: ServeSettings
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A server on a thread, its address, and what a SIGTERM calls; ends when the server has."""
+    with server_module._listen("127.0.0.1", 0) as sock:
+        server = server_module._server(*pair, TOKENIZER, None, settings, None)
+        sock.listen(16)
+        thread = threading.Thread(target=server.run, args=([sock],))
+        thread.start()
+        try:
+            yield (
+                f"http://127.0.0.1:{sock.getsockname()[1]}",
+                lambda: server.handle_exit(signal.SIGTERM, None),
+            )
+        finally:
+            thread.join(20)
+        assert not thread.is_alive(), "the server has not ended"
+
+
+def slow(*_: Any) -> Iterator[Commit]:
+    """About a second of decoding."""
+    yield Commit([65], None, None, 0, 0.01)
+    for _round in range(50):
+        time.sleep(0.02)
+        yield Commit([66], None, 4, 0, 0.02)
+    yield Commit([67], "length", 4, 0, 0.02)
+
+
+def test_sigterm_lets_a_running_stream_finish_and_refuses_new_requests(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "stream", slow)
+    with (
+        told_to_stop(pair, ServeSettings(drain_s=20)) as (address, terminate),
+        httpx.Client(base_url=address, timeout=30) as http,
+        http.stream("POST", "/generate", json={"text": "a", "stream": True}) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        terminate()
+        while http.get("/health").status_code != 503:
+            time.sleep(0.01)
+        refused = http.post("/v1/completions", json={"prompt": "a"})
+        assert error_of(refused, 503)["type"] == "server_error"
+        assert refused.headers["retry-after"]
+        rest = [line for line in lines if line]
+        last = json.loads(rest[-2].removeprefix("data: "))
+        assert last["meta_info"]["completion_tokens"] == 52
+        assert last["meta_info"]["finish_reason"]["type"] == "length"
+        assert rest[-1] == "data: [DONE]"
+
+
+def test_a_drain_that_takes_too_long_ends_the_stream_as_it_stands(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "stream", Endless())
+    with (
+        told_to_stop(pair, ServeSettings(drain_s=0.3)) as (address, terminate),
+        httpx.Client(base_url=address, timeout=30) as http,
+        http.stream("POST", "/generate", json={"text": "a", "stream": True}) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        terminate()
+        rest = [line for line in lines if line]
+        last = json.loads(rest[-2].removeprefix("data: "))
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_server_process_with_exit_code_0() -> None:
+    program = """
+from dspark.serving.server import serve
+from dspark.testing import tiny_target, tiny_tokenizer
+import sys
+serve(tiny_target(), None, tiny_tokenizer(), port=int(sys.argv[1]))
+"""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-c", program, str(port)])
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            end = time.monotonic() + 120
+            while True:
+                with contextlib.suppress(httpx.ConnectError):
+                    if http.get("/health").status_code == 200:
+                        break
+                assert time.monotonic() < end
+                assert process.poll() is None
+                time.sleep(0.2)
+            post(http, "chat", max_tokens=2)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()

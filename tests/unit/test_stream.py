@@ -39,7 +39,9 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=inner, eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def whole(tokenizer: Any, ids: Sequence[int]) -> str:

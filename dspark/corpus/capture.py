@@ -1,0 +1,201 @@
+"""Responses to feature shards: run the target once over every row and keep what training reads.
+
+The size is known before anything is written, and a disk that is too small is refused. Shards are
+planned from the rows' lengths, so a run that was killed goes on behind its last whole shard.
+"""
+
+import hashlib
+import logging
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark import provenance
+from dspark.config import CaptureSettings, DataSettings
+from dspark.corpus import store
+from dspark.corpus.chat import template_hash
+from dspark.corpus.dataset import ResponseRows, Row, collate
+from dspark.corpus.store import Header, Shard, ShardRow
+from dspark.errors import ConfigError, RunError
+from dspark.progress import Bar
+from dspark.target import Target
+
+__all__ = ["CaptureReport", "capture"]
+
+log = logging.getLogger(__name__)
+
+_SKIP_BUDGET = 0.01
+"""Share of rows whose features may be unusable (at least one row may)."""
+
+
+@dataclass
+class CaptureReport:
+    """What a run did."""
+
+    out: str
+    rows: int = 0
+    """In the directory now; `skipped` are not among them."""
+    tokens: int = 0
+    bytes: int = 0
+    shards: int = 0
+    resumed_shards: int = 0
+    skipped: list[str] = field(default_factory=list)
+    """Ids of rows whose features held NaN, Inf or nothing but zeros."""
+    cut: int = 0
+    rejects: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a report."""
+        return asdict(self)
+
+
+def capture(
+    target: Target,
+    tokenizer: Any,
+    data: DataSettings,
+    settings: CaptureSettings,
+    layer_ids: Sequence[int],
+) -> CaptureReport:
+    """Write the features of `data.responses` to `capture.out`, in the order of the rows.
+
+    Args:
+        tokenizer: the target's; its template is pinned, and renders foreign conversations.
+        layer_ids: 0-based decoder layers whose outputs are the taps.
+
+    Raises:
+        ConfigError: the disk is too small, or the directory holds something else.
+        DataError: there is no usable row.
+        RunError: the features of more than 1% of the rows are unusable.
+    """
+    rows = ResponseRows(data, tokenizer, vocab_size=target.vocab_size)
+    out = Path(settings.out)
+    header = Header(
+        target=target.name,
+        target_revision=target.revision,
+        target_fingerprint=target.fingerprint(),
+        layer_ids=list(layer_ids),
+        hidden_size=target.hidden_size,
+        dtype=settings.dtype,
+        template_hash=template_hash(tokenizer),
+        max_length=data.max_length,
+    )
+    plan = list(_plan(rows, header.token_bytes, settings.shard_bytes))
+    names = [[_fingerprint(rows[i]) for i in part] for part in plan]
+    present = [store.present_shard(out, n, part) for n, part in enumerate(names)]
+    missing = sum(
+        len(rows[i].input_ids)
+        for part, found in zip(plan, present, strict=True)
+        if found is None
+        for i in part
+    )
+    _check_disk(out, rows.num_tokens, missing, header)
+    store.start(out, header)
+    report = CaptureReport(str(out), cut=rows.num_cut, rejects=rows.rejects.to_dict())
+    shards: list[Shard] = []
+    with Bar("capturing", len(rows)) as bar:
+        for index, part in enumerate(plan):
+            shard = present[index]
+            if shard is None:
+                done, skipped = _features(target, [rows[i] for i in part], header, settings)
+                shard = store.write_shard(out, index, done, names[index], skipped)
+            else:
+                report.resumed_shards += 1
+            shards.append(shard)
+            report.skipped += shard.skipped
+            if len(report.skipped) > math.ceil(_SKIP_BUDGET * len(rows)):
+                raise RunError(
+                    f"{len(report.skipped)} of {len(rows)} rows have features with NaN, Inf or "
+                    f"only zeros (first: {', '.join(report.skipped[:5])}); check the target and "
+                    f"its dtype {str(target.dtype).removeprefix('torch.')}"
+                )
+            bar.advance(len(part))
+    report.rows = sum(shard.rows for shard in shards)
+    report.tokens = sum(shard.tokens for shard in shards)
+    report.bytes = sum(shard.bytes for shard in shards)
+    report.shards = len(shards)
+    if not report.rows:
+        raise RunError(f"no row has usable features: {', '.join(report.skipped[:5])}")
+    provenance.write_json(out / "provenance.json", provenance.collect(capture=report.to_dict()))
+    store.finish(out, header, shards)
+    return report
+
+
+def _plan(rows: ResponseRows, token_bytes: int, shard_bytes: int) -> Iterator[list[int]]:
+    """Indices of the rows of each shard: whole rows, in order, until the size is reached."""
+    part: list[int] = []
+    size = 0
+    for index in range(len(rows)):
+        part.append(index)
+        size += token_bytes * len(rows[index].input_ids)
+        if size >= shard_bytes:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _fingerprint(row: Row) -> str:
+    digest = hashlib.sha256(row.input_ids.numpy().tobytes() + row.loss_mask.numpy().tobytes())
+    return f"{row.id} {digest.hexdigest()[:16]}"
+
+
+def _check_disk(out: Path, num_tokens: int, missing: int, header: Header) -> None:
+    needed = missing * header.token_bytes
+    place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    free = shutil.disk_usage(place).free
+    log.info(
+        "features of %s tokens: %d bytes each (hidden %d x (%d taps + 1) in %s), %.2f GiB in all, "
+        "%.2f GiB to write, %.2f GiB free",
+        f"{num_tokens:,}",
+        header.token_bytes,
+        header.hidden_size,
+        len(header.layer_ids),
+        header.dtype,
+        num_tokens * header.token_bytes / 2**30,
+        needed / 2**30,
+        free / 2**30,
+    )
+    if needed > free:
+        raise ConfigError(
+            f"capture.out '{out}' needs {needed:,} bytes and its disk has {free:,} free; use fewer "
+            "taps or rows, another disk, or train with features: online"
+        )
+
+
+def _features(
+    target: Target, rows: Sequence[Row], header: Header, settings: CaptureSettings
+) -> tuple[list[ShardRow], list[str]]:
+    """Features of the usable rows, in order, and the ids of the others."""
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[settings.dtype]
+    done: dict[int, ShardRow] = {}
+    skipped = []
+    # rows of like length together: less padding to compute
+    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].input_ids))
+    for first in range(0, len(rows), settings.batch_size):
+        chosen = by_length[first : first + settings.batch_size]
+        batch = collate([rows[i] for i in chosen])
+        features = target.features(batch.input_ids, header.layer_ids)
+        taps = features.taps.to(dtype).cpu()
+        last = features.last_hidden.to(dtype).cpu()
+        for place, index in enumerate(chosen):
+            row = rows[index]
+            length = len(row.input_ids)
+            # copies: a view would keep the whole padded batch alive
+            one = taps[place, :length].clone(), last[place, :length].clone()
+            layers = one[0].view(length, len(header.layer_ids), -1).unbind(1)
+            if all(_usable(tensor) for tensor in (*layers, one[1])):
+                done[index] = ShardRow(row.id, row.input_ids, row.loss_mask, *one)
+            else:
+                log.warning("row %s: features with NaN, Inf or only zeros; skipped", row.id)
+                skipped.append(row.id)
+    return [done[index] for index in sorted(done)], skipped
+
+
+def _usable(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all()) and bool(tensor.any())

@@ -1,0 +1,234 @@
+"""Training rows: from responses (features are computed online) or from feature shards.
+
+Which rows a step trains on is a function of (seed, step) alone: an epoch is a permutation drawn
+from (seed, epoch), and a step takes the next `global_batch` of it. So a run can be continued at
+any step, with any number of processes.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dspark.config import DataSettings
+from dspark.corpus.chat import template_hash
+from dspark.corpus.rejects import Reason, Rejects, RowError
+from dspark.corpus.responses import Response, read_responses
+from dspark.corpus.store import FeatureStore
+from dspark.errors import DataError
+
+__all__ = ["Batch", "ResponseRows", "Row", "ShardRows", "collate", "order", "rows_at"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence."""
+
+    id: str
+    input_ids: Tensor  # [S] int64
+    loss_mask: Tensor  # [S] bool
+    taps: Tensor | None = None  # [S, F*D], only from shards
+    last_hidden: Tensor | None = None  # [S, D], only from shards
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows side by side, padded on the right with id 0 and mask False."""
+
+    input_ids: Tensor  # [B, S] int64
+    loss_mask: Tensor  # [B, S] bool
+    row_ids: list[str]
+    taps: Tensor | None = None  # [B, S, F*D]
+    last_hidden: Tensor | None = None  # [B, S, D]
+
+
+class ResponseRows:
+    """Rows of `data.responses`, cut to `max_length`; too few supervised tokens reject a row.
+
+    Args:
+        data: where the rows are and what they may be.
+        tokenizer: the target's; renders conversations that are not tokenised yet.
+        vocab_size: rows with an id at or above it are rejected; None takes any id.
+
+    Raises:
+        DataError: a source cannot be read, or no row has enough supervised tokens.
+    """
+
+    def __init__(
+        self, data: DataSettings, tokenizer: Any = None, *, vocab_size: int | None = None
+    ) -> None:
+        if not data.responses:
+            raise DataError("data.responses is empty: name the responses.jsonl to train on")
+        self.rejects = Rejects()
+        self.num_cut = 0
+        """Rows that were longer than `max_length`."""
+        self._rows: list[Row] = []
+        templates: set[str] = set()
+        for response in read_responses(
+            data.responses, tokenizer, rejects=self.rejects, vocab_size=vocab_size
+        ):
+            self._add(response, data)
+            if response.template_hash:
+                templates.add(response.template_hash)
+        self._report(data, templates, tokenizer)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self._rows[index]
+        return replace(row, input_ids=row.input_ids.long())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.input_ids) for row in self._rows)
+
+    def used_ids(self) -> set[int]:
+        """Every token id that occurs: none of them can be the mask token."""
+        used: set[int] = set()
+        for row in self._rows:
+            used.update(row.input_ids.tolist())
+        return used
+
+    def _add(self, response: Response, data: DataSettings) -> None:
+        cut = len(response.input_ids) > data.max_length
+        mask = torch.tensor(response.loss_mask[: data.max_length], dtype=torch.bool)
+        supervised = int(mask.sum())
+        if supervised < data.min_supervised_tokens:
+            detail = f"{supervised} of {data.min_supervised_tokens}{', cut' if cut else ''}"
+            error = RowError(Reason.TOO_FEW_SUPERVISED, detail)
+            self.rejects.add(error, response.key)
+            return
+        self.num_cut += cut
+        # 32 bits here, 64 when a row is asked for: a large set stays in memory
+        ids = torch.tensor(response.input_ids[: data.max_length], dtype=torch.int32)
+        self._rows.append(Row(response.key, ids, mask))
+
+    def _report(self, data: DataSettings, templates: set[str], tokenizer: Any) -> None:
+        if not self._rows:
+            raise DataError(
+                f"no row of {', '.join(data.responses)} has {data.min_supervised_tokens} "
+                f"supervised tokens within {data.max_length}: {self.rejects.summary()}"
+            )
+        if self.rejects.rejected:
+            log.warning("%s", self.rejects.summary())
+        if self.num_cut:
+            log.warning("%d rows cut to data.max_length %d", self.num_cut, data.max_length)
+        if tokenizer is not None and (others := templates - {template_hash(tokenizer)}):
+            log.warning(
+                "rows were rendered with another chat template (%s) than the target's (%s): the "
+                "draft will be trained on contexts that are not served",
+                ", ".join(sorted(others)),
+                template_hash(tokenizer),
+            )
+
+
+class ShardRows:
+    """Rows of a directory that `dspark capture` wrote, with their features.
+
+    Args:
+        path: the directory.
+        target_fingerprint, layer_ids, template_hash: what the run uses; None is not compared.
+
+    Raises:
+        CheckpointError: the directory is missing, incomplete or damaged.
+        DataError: the features belong to another target, other taps or another template.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        target_fingerprint: str | None = None,
+        layer_ids: Sequence[int] | None = None,
+        template_hash: str | None = None,
+    ) -> None:
+        self._store = FeatureStore(Path(path))
+        self._store.check(
+            target_fingerprint=target_fingerprint,
+            layer_ids=None if layer_ids is None else list(layer_ids),
+            template_hash=template_hash,
+        )
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __getitem__(self, index: int) -> Row:
+        name, tensors = self._store.row(index)
+        return Row(
+            id=name,
+            input_ids=tensors["input_ids"].long(),
+            loss_mask=tensors["loss_mask"].bool(),
+            taps=tensors["taps"],
+            last_hidden=tensors["last_hidden"],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self._store.num_tokens
+
+    def used_ids(self) -> set[int]:
+        """Every token id that occurs: none of them can be the mask token."""
+        return self._store.used_ids()
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+    """Rows to one batch; features are there only if every row has them."""
+
+    def padded(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) < len(tensors):
+            return None
+        return pad_sequence(present, batch_first=True)
+
+    return Batch(
+        input_ids=pad_sequence([row.input_ids for row in rows], batch_first=True),
+        loss_mask=pad_sequence([row.loss_mask for row in rows], batch_first=True),
+        row_ids=[row.id for row in rows],
+        taps=padded([row.taps for row in rows]),
+        last_hidden=padded([row.last_hidden for row in rows]),
+    )
+
+
+@lru_cache(maxsize=4)
+def order(num_rows: int, seed: int, epoch: int) -> Tensor:  # [num_rows] int64
+    """The permutation of an epoch, a function of (seed, epoch). Do not write to it."""
+    digest = hashlib.sha256(f"order {seed} {epoch}".encode()).digest()
+    # 32 bits: the CPU generator uses no more of its seed
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
+    return torch.randperm(num_rows, generator=generator)
+
+
+def rows_at(step: int, global_batch: int, num_rows: int, seed: int) -> list[int]:
+    """Indices of the rows that optimizer step ``step`` (from 0) trains on.
+
+    An epoch is `num_rows // global_batch` whole steps; the rows left over at its end are others in
+    every epoch. With fewer rows than one global batch, the epochs' orders follow one another
+    without a gap, and a step sees a row more than once.
+    """
+    if num_rows >= global_batch:
+        epoch, position = divmod(step, num_rows // global_batch)
+        first = position * global_batch
+        indices: list[int] = order(num_rows, seed, epoch)[first : first + global_batch].tolist()
+        return indices
+    _say_once(global_batch, num_rows)
+    places = (divmod(step * global_batch + i, num_rows) for i in range(global_batch))
+    return [int(order(num_rows, seed, epoch)[place]) for epoch, place in places]
+
+
+@lru_cache(maxsize=8)
+def _say_once(global_batch: int, num_rows: int) -> None:
+    log.warning(
+        "%d rows are fewer than the global batch of %d: every step sees rows more than once",
+        num_rows,
+        global_batch,
+    )

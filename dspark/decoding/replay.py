@@ -1,0 +1,57 @@
+"""Accept length of another draft along an output that the target is known to produce.
+
+Decoding is lossless, so with the same prompt and seed every draft walks the same tokens; only the
+rounds differ. Which proposals a round would keep can therefore be told without asking the target
+again: one forward pass gives the taps, the rest is the draft's own work. On a CPU this is several
+times faster than decoding, and the counts are those of `decode`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from dspark.acceptance import AcceptStats
+from dspark.decoding.loop import DecodeParams
+from dspark.decoding.reference_step import Proposer, draft_limit
+from dspark.draft import DSparkDraftModel
+from dspark.target import Target
+
+__all__ = ["replay"]
+
+
+def replay(
+    target: Target,
+    draft: DSparkDraftModel,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    params: DecodeParams,
+) -> AcceptStats:
+    """The rounds that `decode` would take to produce ``output_ids`` with ``draft``.
+
+    ``output_ids`` is what `decode` gave with the same prompt and parameters, its stop token
+    included.
+
+    Raises:
+        ConfigError: the draft settings are out of range.
+    """
+    limit = draft_limit(draft.block_size, params.num_draft_tokens, params.confidence_threshold)
+    stats = AcceptStats(limit)
+    output = torch.tensor(output_ids, device=target.device)
+    ids = torch.cat([torch.tensor(prompt_ids, device=target.device), output])
+    taps = target.features(ids[None], draft.layer_ids).taps[0]
+    proposer = Proposer(draft, params.sampling, threshold=params.confidence_threshold)
+    room = target.max_position_embeddings - len(prompt_ids)
+    budget = min(params.max_new_tokens, room)
+    proposer.extend(taps[: len(prompt_ids)])
+    anchor = 0
+    while anchor < len(output) - 1:
+        proposals = proposer.propose(output[anchor], min(limit, budget - anchor - 2))
+        known = output[anchor + 1 : anchor + 1 + len(proposals)]
+        kept = int((proposals[: len(known)] == known).cumprod(0).sum())
+        # the stop token ends the output inside the block
+        emitted = min(kept + 1, len(output) - 1 - anchor)
+        stats.add(num_proposed=len(proposals), num_accepted=kept, num_emitted=emitted)
+        consumed = len(prompt_ids) + anchor
+        proposer.extend(taps[consumed : consumed + emitted])
+        anchor += emitted
+    return stats

@@ -1,0 +1,102 @@
+"""The rows a run trains on: responses (features are computed online) or capture shards."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from dspark.config import Config
+from dspark.corpus.chat import template_hash
+from dspark.corpus.dataset import ResponseRows, Row, ShardRows
+from dspark.errors import ConfigError, DataError
+from dspark.target import Target
+
+__all__ = ["TrainingRows", "check_features", "check_fit", "identity", "open_rows"]
+
+_SAMPLED = 16  # rows whose ids stand for all of them in `identity`
+
+
+class TrainingRows(Protocol):
+    """Training rows by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row: ...
+
+    def used_ids(self) -> set[int]:
+        """Every token id that occurs."""
+        ...
+
+
+def open_rows(config: Config, tokenizer: Any) -> TrainingRows:
+    """The rows that `train.features` asks for; no target is needed yet.
+
+    Raises:
+        ConfigError: the setting that names them is empty.
+        CheckpointError: the shards are missing, incomplete or damaged.
+        DataError: responses cannot be read, or none can be trained on.
+    """
+    data = config.data
+    if config.train.features == "offline":
+        if data.shards is None:
+            raise ConfigError(
+                "train.features is offline but data.shards is not set: give the directory that "
+                "`dspark capture` wrote, or set train.features=online"
+            )
+        return ShardRows(data.shards)
+    if not data.responses:
+        raise ConfigError(
+            "data.responses is empty: give the responses.jsonl files that `dspark sample` wrote"
+        )
+    for source in data.responses:
+        if source == config.sample.out and not Path(source).exists():
+            raise DataError(f"data.responses {source} is not there yet: run `dspark sample` first")
+    return ResponseRows(data, tokenizer, vocab_size=len(tokenizer))
+
+
+def check_features(
+    config: Config, target: Target, layer_ids: Sequence[int], tokenizer: Any
+) -> None:
+    """Refuse shards that hold the features of another target, other taps or another template.
+
+    Raises:
+        DataError: names what differs, with both values.
+    """
+    if config.train.features == "offline" and config.data.shards is not None:
+        ShardRows(
+            config.data.shards,
+            target_fingerprint=target.fingerprint(),
+            layer_ids=layer_ids,
+            template_hash=template_hash(tokenizer) if tokenizer.chat_template else None,
+        )
+
+
+def check_fit(rows: TrainingRows, target: Target) -> None:
+    """Refuse rows of another vocabulary, and rows of which none can hold an anchor.
+
+    Raises:
+        DataError: an id is outside the target's vocabulary, or nowhere do two supervised tokens
+            follow each other.
+    """
+    largest = max(rows.used_ids())
+    if largest >= target.vocab_size:
+        raise DataError(
+            f"the data holds token id {largest} but target '{target.name}' has {target.vocab_size} "
+            "ids: the rows were made with another tokenizer"
+        )
+    masks = (rows[number].loss_mask for number in range(len(rows)))
+    if not any(bool((mask[:-1] & mask[1:]).any()) for mask in masks):
+        raise DataError(
+            f"none of the {len(rows)} rows holds two supervised tokens in a row, so no block can "
+            "be trained: check the loss masks with `dspark doctor`"
+        )
+
+
+def identity(rows: TrainingRows) -> dict[str, Any]:
+    """What tells these rows from others: their number, and the ids and masks of some of them."""
+    digest = hashlib.sha256()
+    for number in range(_SAMPLED):
+        row = rows[number * (len(rows) - 1) // (_SAMPLED - 1)]
+        digest.update(row.input_ids.numpy().tobytes())
+        digest.update(row.loss_mask.numpy().tobytes())
+    return {"data rows": len(rows), "data digest": digest.hexdigest()[:16]}

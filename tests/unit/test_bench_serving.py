@@ -1,0 +1,200 @@
+"""The serving benchmark: definitions by hand, a real run, and what it refuses to print."""
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from dspark.bench import serving as serving_module
+from dspark.bench.serving import measure
+from dspark.bench.serving_report import RequestTiming, ServingReport, check_ceiling, summarise
+from dspark.errors import ConfigError, RunError
+from dspark.serving.server import running
+from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    target = tiny_target()
+    with running(target, tiny_draft(target), tiny_tokenizer()) as where:
+        yield where
+
+
+def by_hand() -> list[RequestTiming]:
+    """Two requests, one after the other, of 5 and 3 tokens."""
+    return [
+        RequestTiming(10.0, 10.9, [(10.2, 1), (10.6, 3), (10.8, 5)], 4, 5),
+        RequestTiming(11.0, 11.5, [(11.1, 1), (11.3, 3)], 6, 3),
+    ]
+
+
+def info(mean_ms: float = 150.0, min_ms: float = 100.0, **state: Any) -> dict[str, Any]:
+    return {
+        "num_draft_tokens": 2,
+        "device": "cpu",
+        "internal_states": [
+            {
+                "avg_spec_accept_length": 2.0,
+                "accept_histogram": [0, 0, 3, 0],
+                "emitted": 6,
+                "step_ms": {"mean": mean_ms, "min": min_ms, "p50": mean_ms, "p99": mean_ms},
+                **state,
+            }
+        ],
+    }
+
+
+def test_figures_by_hand() -> None:
+    report = summarise(by_hand(), 2.0, model="m", info=info())
+    assert report.mean_ttft_ms == pytest.approx(150)
+    assert report.mean_e2e_ms == pytest.approx(700)
+    # (0.9 - 0.2) / 4 and (0.5 - 0.1) / 2
+    assert report.mean_tpot_ms == pytest.approx((175 + 200) / 2)
+    assert report.median_tpot_ms == pytest.approx(187.5)
+    # 0.4 s over 2 tokens, 0.2 s over 2, 0.2 s over 2
+    assert report.mean_itl_ms == pytest.approx((200 * 2 + 100 * 2 + 100 * 2) / 6)
+    assert report.median_itl_ms == pytest.approx(100)
+    assert report.output_throughput == pytest.approx(4)
+    assert report.total_throughput == pytest.approx(9)
+    assert report.concurrency == pytest.approx(0.7)
+    # five tokens before 11.0, three behind it
+    assert report.peak_throughput == 5
+    assert report.accept_length == 2.0
+    assert report.ceiling == pytest.approx(3 / 0.150)
+    assert (report.completed, report.failed) == (2, 0)
+
+
+def test_the_peak_places_tokens_inside_the_gap_before_their_chunk() -> None:
+    # 8 tokens arrive together at 11.5 over a gap of 1 s: half of them belong to each second
+    timing = RequestTiming(10.0, 11.5, [(10.5, 1), (11.5, 9)], 1, 9)
+    assert summarise([timing], 2.0, model="m", info=None).peak_throughput == 5
+
+
+def test_without_counts_by_chunk_all_chunks_count_alike() -> None:
+    timing = RequestTiming(0.0, 0.6, [(0.2, None), (0.4, None), (0.6, None)], 1, 6)
+    assert [count for _, count, _ in timing.tokens()] == [2, 2, 2]
+    report = summarise([timing], 1.0, model="m", info=None)
+    assert report.mean_itl_ms == pytest.approx(100)
+    assert report.ceiling is None
+
+
+def test_one_token_has_no_tpot() -> None:
+    report = summarise([RequestTiming(0.0, 0.1, [(0.1, 1)], 1, 1)], 0.2, model="m", info=None)
+    assert report.mean_tpot_ms is None
+    assert report.mean_itl_ms is None
+
+
+def test_a_failed_request_is_counted_and_spoils_no_figure() -> None:
+    failed = RequestTiming(11.0, error="500: broken")
+    report = summarise([*by_hand(), failed], 2.0, model="m", info=None)
+    assert (report.completed, report.failed) == (2, 1)
+    assert report.mean_ttft_ms == pytest.approx(150)
+    with pytest.raises(RunError, match="500: broken"):
+        summarise([failed], 2.0, model="m", info=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"accept_length": 3.01}, "accept length"),
+        ({"output_throughput": 20.5}, "output throughput"),
+        ({"peak_throughput": 60.0}, "peak output throughput"),
+    ],
+)
+def test_a_figure_above_the_ceiling_is_an_error(change: dict[str, Any], name: str) -> None:
+    report = summarise(by_hand(), 2.0, model="m", info=info())
+    check_ceiling(report, by_hand())
+    with pytest.raises(RunError, match=f"^{name} .* above its ceiling"):
+        check_ceiling(replace(report, **change), by_hand())
+
+
+def test_a_decode_faster_than_its_steps_is_an_error() -> None:
+    # 8 tokens in 1.1 s of decoding cannot come from steps of 3 tokens that take 1 s
+    with pytest.raises(RunError, match="above its ceiling"):
+        summarise(by_hand(), 8.0, model="m", info=info(mean_ms=1000, min_ms=1000))
+
+
+def test_a_run_reports_the_published_rows_and_the_servers_own(address: str) -> None:
+    report = measure(address, ["abc", CHAT, "def"], max_tokens=12, ignore_eos=True)
+    assert (report.completed, report.failed, report.output_tokens) == (3, 0, 36)
+    assert report.model == "tiny"
+    assert report.num_draft_tokens == 4
+    assert report.accept_length is not None
+    assert report.step_ms is not None
+    ceiling = 5000 / report.step_ms["mean"]
+    assert report.ceiling == pytest.approx(ceiling)
+    # the warm-up is not among them: three prefills, all other tokens from counted steps
+    assert report.accept_histogram is not None
+    assert sum(n * count for n, count in enumerate(report.accept_histogram)) == 33
+    assert 0 < report.output_throughput <= ceiling
+    assert 0 < report.concurrency <= 1.0
+    assert report.mean_tpot_ms is not None
+    assert report.to_dict()["mean_tpot_ms"] == report.mean_tpot_ms
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(report.table())
+    shown = console.export_text()
+    for row in ("mean TPOT", "median TPOT", "output throughput", "peak", "accept length"):
+        assert row in shown
+    for row in ("mean step", "ceiling", "steps that emitted 5"):
+        assert row in shown
+
+
+def test_requests_may_overlap(address: str) -> None:
+    report = measure(address, [CHAT] * 4, max_tokens=8, concurrency=4, ignore_eos=True)
+    assert report.output_tokens == 32
+    assert report.concurrency > 1.5
+
+
+def test_another_clients_tokens_are_noticed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flush = serving_module._Client.flush
+
+    async def flush_and_be_late(self: Any) -> bool:
+        done = await flush(self)
+        httpx.post(
+            f"{address}/v1/completions",
+            json={"prompt": "other", "max_tokens": 5, "ignore_eos": True},
+            timeout=60,
+        )
+        return done
+
+    monkeypatch.setattr(serving_module._Client, "flush", flush_and_be_late)
+    with pytest.raises(RunError, match="another client was served in between"):
+        measure(address, ["abc"], max_tokens=4, ignore_eos=True)
+
+
+def test_a_request_the_server_refuses_is_told_in_its_words(address: str) -> None:
+    with pytest.raises(RunError, match=r"warm-up request failed: 404: .*does not exist here"):
+        measure(address, ["abc"], model="other")
+    with pytest.raises(RunError, match=r"warm-up request failed: 400: .*temperature"):
+        measure(address, ["abc"], temperature=3.0)
+
+
+@pytest.mark.parametrize("where", ["http://127.0.0.1:9", "127.0.0.1:9", "http://nowhere.invalid"])
+def test_a_missing_server_is_one_clear_sentence(where: str) -> None:
+    with pytest.raises(RunError, match=r"no answer from .*dspark serve"):
+        measure(where, ["abc"])
+
+
+def test_a_server_that_speaks_something_else_is_refused(address: str) -> None:
+    with pytest.raises(RunError, match="names no model"):
+        measure(f"{address}/health", ["abc"])
+
+
+@pytest.mark.parametrize("arguments", [{"prompts": []}, {"max_tokens": 0}, {"concurrency": 0}])
+def test_arguments_are_checked(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        measure("http://127.0.0.1:9", **{"prompts": ["abc"], **arguments})
+
+
+def test_a_report_survives_json() -> None:
+    import json
+
+    report = summarise(by_hand(), 2.0, model="m", info=info())
+    assert ServingReport(**json.loads(json.dumps(report.to_dict()))) == report

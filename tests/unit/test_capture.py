@@ -1,0 +1,211 @@
+import json
+import logging
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.config import CaptureSettings, DataSettings
+from dspark.corpus import store
+from dspark.corpus.capture import capture
+from dspark.corpus.chat import template_hash
+from dspark.corpus.dataset import ResponseRows, ShardRows
+from dspark.errors import ConfigError, DataError, RunError
+from dspark.target import Features, Target
+from dspark.testing import tiny_target, tiny_tokenizer
+
+torch.set_num_threads(1)
+
+LAYERS = (0, 2, 5)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+def responses(path: Path, count: int, extra: int = 0) -> DataSettings:
+    generator = torch.Generator().manual_seed(0)
+    with path.open("w") as file:
+        for i in range(count + extra):
+            length = int(torch.randint(4, 60, (), generator=generator))
+            ids = torch.randint(0, 250, (length,), generator=generator).tolist()
+            row = {"id": f"r{i}", "input_ids": ids, "loss_mask": [0, 0] + [1] * (length - 2)}
+            file.write(json.dumps(row) + "\n")
+    return DataSettings(responses=(str(path),), max_length=48)
+
+
+def settings(out: Path, **changes: Any) -> CaptureSettings:
+    plain = {"out": str(out), "dtype": "float32", "batch_size": 3}
+    # the smallest shard a user may ask for would hold all of these rows
+    return CaptureSettings.model_construct(**{**plain, "shard_bytes": 60_000, **changes})
+
+
+def test_shards_hold_the_features_of_each_row_alone(
+    target: Target, tokenizer: Any, tmp_path: Path
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 12)
+    report = capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    online = ResponseRows(data, tokenizer)
+    offline = ShardRows(
+        tmp_path / "s",
+        target_fingerprint=target.fingerprint(),
+        layer_ids=LAYERS,
+        template_hash=template_hash(tokenizer),
+    )
+    assert report.shards > 2
+    assert len(offline) == len(online) == report.rows == 12
+    assert offline.num_tokens == online.num_tokens == report.tokens
+    assert report.cut == online.num_cut > 0
+    assert offline.used_ids() == online.used_ids()
+    for i in range(12):
+        here, there = online[i], offline[i]
+        assert here.id == there.id
+        assert torch.equal(here.input_ids, there.input_ids)
+        assert torch.equal(here.loss_mask, there.loss_mask)
+        alone = target.features(here.input_ids[None], LAYERS)
+        assert there.taps is not None
+        assert there.last_hidden is not None
+        # the same sums in another order: padding changes the shape of the products
+        torch.testing.assert_close(there.taps, alone.taps[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(there.last_hidden, alone.last_hidden[0], rtol=1e-4, atol=1e-4)
+    assert (tmp_path / "s" / "provenance.json").exists()
+
+
+def test_a_killed_capture_goes_on_behind_its_last_whole_shard(
+    target: Target, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 12)
+    capture(target, tokenizer, data, settings(tmp_path / "whole"), LAYERS)
+    write, calls = store.write_shard, []
+
+    def killed(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    monkeypatch.setattr(store, "write_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    monkeypatch.undo()
+    # a shard that a killed process was writing stands under another name
+    (tmp_path / "s" / ".shard-00002.safetensors.1.tmp").write_bytes(b"half")
+    report = capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    assert report.resumed_shards == 2
+    whole, resumed = ShardRows(tmp_path / "whole"), ShardRows(tmp_path / "s")
+    assert len(resumed) == len(whole) == 12
+    for i in range(12):
+        for field in ("input_ids", "loss_mask", "taps", "last_hidden"):
+            assert torch.equal(getattr(resumed[i], field), getattr(whole[i], field))
+    assert not list((tmp_path / "s").glob(".*"))
+
+
+def test_more_responses_keep_the_whole_shards(
+    target: Target, tokenizer: Any, tmp_path: Path
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 8)
+    first = capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    data = responses(tmp_path / "r.jsonl", 8, extra=4)
+    report = capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    assert report.rows == 12
+    assert first.shards - 1 <= report.resumed_shards < report.shards
+
+
+def test_a_disk_that_is_too_small_is_refused_before_writing(
+    target: Target,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 12)
+    rows = ResponseRows(data, tokenizer)
+    needed = rows.num_tokens * (target.hidden_size * (len(LAYERS) + 1) * 4 + 5)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, needed - 1))
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:
+        capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    assert f"needs {needed:,} bytes and its disk has {needed - 1:,} free" in str(caught.value)
+    assert "1029 bytes each (hidden 64 x (3 taps + 1) in float32)" in caplog.text
+    assert not (tmp_path / "s").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, needed))
+    capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+
+
+class Poisoned:
+    """A target whose features of some rows are unusable."""
+
+    def __init__(self, target: Target, bad: set[int], value: float, where: str) -> None:
+        self._target, self._bad, self._value, self._where = target, bad, value, where
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def features(self, input_ids: torch.Tensor, layer_ids: Any) -> Features:
+        out = self._target.features(input_ids, layer_ids)
+        taps, last = out.taps.clone(), out.last_hidden.clone()
+        for row, first in enumerate(input_ids[:, 0].tolist()):
+            if first in self._bad:
+                if self._where == "tap":
+                    taps[row, :, 64:128] = self._value
+                elif self._where == "position":
+                    taps[row, 1, 3] = self._value
+                else:
+                    last[row] = self._value
+        return Features(taps, last)
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [(float("nan"), "position"), (float("inf"), "last"), (0.0, "tap"), (0.0, "last")],
+)
+def test_rows_with_unusable_features_are_named_and_skipped_within_a_budget(
+    target: Target,
+    tokenizer: Any,
+    tmp_path: Path,
+    value: float,
+    where: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 12)
+    rows = ResponseRows(data, tokenizer)
+    firsts = [int(rows[i].input_ids[0]) for i in range(12)]
+    one: Any = Poisoned(target, {firsts[4]}, value, where)
+    report = capture(one, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    assert report.skipped == ["r4"]
+    assert "row r4: features with NaN, Inf or only zeros" in caplog.text
+    left = ShardRows(tmp_path / "s")
+    assert [left[i].id for i in range(11)] == [f"r{i}" for i in range(12) if i != 4]
+    two: Any = Poisoned(target, {firsts[4], firsts[7]}, value, where)
+    with pytest.raises(RunError, match=r"2 of 12 rows .*r4, r7"):
+        capture(two, tokenizer, data, settings(tmp_path / "t"), LAYERS)
+
+
+def test_bfloat16_shards_round_the_features(target: Target, tokenizer: Any, tmp_path: Path) -> None:
+    data = responses(tmp_path / "r.jsonl", 3)
+    capture(target, tokenizer, data, settings(tmp_path / "s", dtype="bfloat16"), LAYERS)
+    taps = ShardRows(tmp_path / "s")[0].taps
+    assert taps is not None
+    assert taps.dtype == torch.bfloat16
+
+
+def test_other_targets_taps_and_templates_are_refused(
+    target: Target, tokenizer: Any, tmp_path: Path
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 3)
+    capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    with pytest.raises(DataError, match="target_fingerprint"):
+        ShardRows(tmp_path / "s", target_fingerprint=tiny_target(seed=1).fingerprint())
+    with pytest.raises(DataError, match="layer_ids"):
+        ShardRows(tmp_path / "s", layer_ids=(0, 2, 4))
+    with pytest.raises(ConfigError, match="layer_ids"):
+        capture(target, tokenizer, data, settings(tmp_path / "s"), (0, 1, 5))

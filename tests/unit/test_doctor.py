@@ -1,0 +1,183 @@
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dspark.config import DataSettings
+from dspark.corpus.chat import template_hash
+from dspark.corpus.dataset import ResponseRows
+from dspark.corpus.doctor import examine, histogram, quantiles
+from dspark.corpus.responses import FORMAT
+from dspark.errors import DataError, TargetError
+from dspark.testing import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+def write(path: Path, *rows: Any) -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+def tokens(name: str, length: int, supervised: int, **more: Any) -> dict[str, Any]:
+    mask = [0] * (length - supervised) + [1] * supervised
+    ids = [65 + i % 20 for i in range(length)]
+    return {"id": name, "input_ids": ids, "loss_mask": mask, **more}
+
+
+def sampled(tokenizer: Any, name: str, length: int, supervised: int, **more: Any) -> dict[str, Any]:
+    own = {"format": FORMAT, "template_hash": template_hash(tokenizer), "finish_reason": "stop"}
+    return tokens(name, length, supervised, **{**own, **more})
+
+
+def talk(*contents: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]}
+
+
+def test_figures_of_a_mixed_file(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "r.jsonl",
+        sampled(tokenizer, "a", 10, 4, thinking=True),
+        sampled(tokenizer, "b", 30, 12, finish_reason="length"),
+        sampled(tokenizer, "c", 9, 4, thinking=False, template_hash="f" * 16),
+        tokens("d", 10, 4),
+        tokens("e", 8, 1),
+        tokens("f", 26, 2),
+        tokens("a", 12, 4),
+        {"id": "g", "input_ids": [260, 1, 1], "loss_mask": [1, 1, 1]},
+        talk("q", "yes"),
+        {"turns": ["only a question"]},
+        "not json",
+        "",
+        "[1]",
+    )
+    report = examine([path], tokenizer, DataSettings(max_length=24), show=2)
+    told = report.to_dict()
+    assert report.ok
+    assert told["rows"]["read"] == 12
+    assert told["rows"]["accepted"] == 6
+    assert told["rows"]["reasons"] == {
+        "too_few_supervised": 2,
+        "duplicate_id": 1,
+        "id_out_of_vocabulary": 1,
+        "invalid_json": 1,
+        "not_an_object": 1,
+    }
+    assert sum(told["kinds"].values()) == told["rows"]["accepted"]
+    assert told["kinds"] == {"sampled": 3, "tokenised": 1, "conversation": 1, "prompt": 1}
+    # "b" is cut to 24 tokens, of which 6 are supervised; "yes<end>" has 4 tokens
+    chat_length = len(tokenizer.apply_chat_template(talk("q", "yes")["messages"])["input_ids"]) - 1
+    assert told["tokens"] == 10 + 24 + 9 + 10 + min(24, chat_length)
+    assert told["supervised_tokens"] == 4 + 6 + 4 + 4 + sum_supervised(chat_length)
+    assert told["cut_share"] == round((1 + (chat_length > 24)) / 5, 4)
+    assert told["length_stopped_share"] == round(1 / 3, 4)
+    assert told["thinking"] == {"on": 1, "unset": 3, "off": 1}
+    assert told["thinking_share"] == 0.2
+    assert told["duplicate_ids"] == 1
+    assert told["duplicate_contents"] == 1
+    assert told["other_templates"] == {"f" * 16: 1}
+    assert json.loads(json.dumps(told)) == told
+    assert len(report.previews) == 2
+    for word in ("another chat template", "get cut", "stopped by length", "repeat the content"):
+        assert any(word in warning for warning in report.warnings), word
+
+
+def sum_supervised(chat_length: int) -> int:
+    return 4 - max(0, chat_length - 24)
+
+
+def test_the_counts_are_those_of_training(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "r.jsonl",
+        tokens("a", 10, 4),
+        tokens("b", 40, 12),
+        tokens("c", 40, 30),
+        tokens("a", 10, 4),
+        talk("q", "yes", "r", "no"),
+    )
+    data = DataSettings(responses=(path,), max_length=30)
+    report = examine([path], tokenizer, data)
+    rows = ResponseRows(data, tokenizer)
+    assert report.rejects.counts == rows.rejects.counts
+    assert report.rejects.read == rows.rejects.read
+    assert (report.answered, report.cut, report.tokens) == (
+        len(rows),
+        rows.num_cut,
+        rows.num_tokens,
+    )
+
+
+def test_prompts_without_answers_are_fine(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"turns": ["a?", "b?"]}, talk("c?"), {"text": "d?"})
+    report = examine([path], tokenizer, DataSettings())
+    report.check()
+    assert report.verdict == "3 prompts, no answers yet: run dspark sample"
+    assert report.to_dict()["length"]["max"] > 4
+    assert report.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([tokens("a", 8, 0), tokens("b", 8, 1)], "no row can be trained on: 2 of 2"),
+        ([tokens("a", 8, 0), {"text": "q"}], "no row can be trained on: 1 of 2"),
+        (["x", "y"], "invalid_json 2"),
+        ([], "there is no row"),
+    ],
+)
+def test_hopeless_data_is_refused(
+    tokenizer: Any, tmp_path: Path, rows: list[Any], sentence: str
+) -> None:
+    report = examine([write(tmp_path / "r.jsonl", *rows)], tokenizer, DataSettings())
+    assert not report.ok
+    with pytest.raises(DataError, match=sentence):
+        report.check()
+
+
+def test_little_supervision_is_warned_about(tokenizer: Any, tmp_path: Path) -> None:
+    report = examine([write(tmp_path / "r.jsonl", tokens("a", 100, 2))], tokenizer, DataSettings())
+    assert report.warnings == ["only 2.0% of the tokens are supervised"]
+
+
+def test_the_preview_colours_what_is_supervised(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", talk("why?", "because"))
+    report = examine([path], tokenizer, DataSettings())
+    assert report.previews == [
+        [
+            ("<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("because<|im_end|>", True),
+        ]
+    ]
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="standard", width=200)
+    report.render(console)
+    assert "\x1b[30;42mbecause<|im_end|>" in out.getvalue()
+    assert "1 rows can be trained on" in out.getvalue()
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    bare = tiny_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(TargetError, match="no chat template"):
+        examine([write(tmp_path / "r.jsonl", {"text": "q"})], bare, DataSettings())
+
+
+def test_quantiles_and_histogram() -> None:
+    assert quantiles(range(1, 102)) == {"min": 1, "p50": 51, "p90": 91, "p99": 100, "max": 101}
+    assert quantiles([]) == {}
+    assert histogram([1, 2, 3, 4, 5, 128, 129]) == {
+        "<=1": 1,
+        "<=2": 1,
+        "<=4": 2,
+        "<=8": 1,
+        "<=128": 1,
+        "<=256": 1,
+    }

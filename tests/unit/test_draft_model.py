@@ -1,0 +1,163 @@
+"""The draft: training form equals cached form, and nothing leaks into a block."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspark.draft import Blocks, DSparkDraftModel, sample_blocks
+from dspark.target import Target
+from dspark.testing import tiny_draft, tiny_target
+
+KINDS = ("vanilla", "gated", "rnn")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+def make(target: Target, seed: int = 0) -> tuple[Tensor, Tensor, Blocks]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 250, (2, 40), generator=generator)
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[:, :7] = False
+    blocks = sample_blocks(
+        ids, mask, num_anchors=5, block_size=4,
+        generators=[torch.Generator().manual_seed(seed + i) for i in range(2)],
+    )
+    return ids, mask, blocks
+
+
+def run(draft: DSparkDraftModel, taps: Tensor, blocks: Blocks) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = draft(taps, blocks.anchor_ids, blocks.anchors)
+    return out
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_training_forward_equals_cached_draft_forward(target: Target, seed: int) -> None:
+    draft = tiny_draft(target, seed=seed)
+    ids, _, blocks = make(target, seed)
+    taps = target.features(ids, draft.layer_ids).taps
+    trained = run(draft, taps, blocks)
+    for row in range(2):
+        for block in range(blocks.anchors.shape[1]):
+            anchor = int(blocks.anchors[row, block])
+            context = draft.new_context()
+            # in three calls, as rounds commit rows
+            for part in taps[row, :anchor].tensor_split(3):
+                draft.extend(context, part)
+            cached = draft.block_hidden(context, ids[row, anchor])
+            # two summation orders of the same float32 sums
+            torch.testing.assert_close(cached, trained[row, block], atol=2e-5, rtol=1e-5)
+
+
+def test_a_tap_at_or_after_the_anchor_changes_nothing(target: Target) -> None:
+    draft = tiny_draft(target)
+    ids, _, blocks = make(target)
+    taps = target.features(ids, draft.layer_ids).taps
+    before = run(draft, taps, blocks)
+    anchor = int(blocks.anchors[0, 2])
+    poisoned = taps.clone()
+    poisoned[0, anchor:] = 1e3
+    after = run(draft, poisoned, blocks)
+    assert torch.equal(after[0, 2], before[0, 2])
+    # and one before it does, or this test could not fail
+    poisoned = taps.clone()
+    poisoned[0, anchor - 1] = 1e3
+    assert not torch.allclose(run(draft, poisoned, blocks)[0, 2], before[0, 2])
+
+
+def test_a_token_after_the_anchor_changes_nothing_in_its_block(target: Target) -> None:
+    draft = tiny_draft(target)
+    ids, mask, _ = make(target)
+    anchors = torch.tensor([[10, 20], [10, 20]])
+    from dspark.draft.anchors import blocks_at
+
+    def hidden(ids: Tensor) -> Tensor:
+        blocks = blocks_at(ids, mask, anchors, torch.ones_like(anchors, dtype=torch.bool), 4)
+        return run(draft, target.features(ids, draft.layer_ids).taps, blocks)
+
+    changed = ids.clone()
+    changed[:, 11:] = (changed[:, 11:] + 1) % 250
+    before, after = hidden(ids), hidden(changed)
+    assert torch.equal(before[:, 0], after[:, 0])
+    assert not torch.allclose(before[:, 1], after[:, 1])
+
+
+def test_another_blocks_anchor_changes_nothing(target: Target) -> None:
+    draft = tiny_draft(target)
+    ids, _, blocks = make(target)
+    taps = target.features(ids, draft.layer_ids).taps
+    before = run(draft, taps, blocks)
+    other = blocks.anchor_ids.clone()
+    other[0, 1] = (other[0, 1] + 1) % 250
+    with torch.no_grad():
+        after = draft(taps, other, blocks.anchors)
+    changed = [k for k in range(other.shape[1]) if not torch.equal(before[0, k], after[0, k])]
+    assert changed == [1]
+
+
+def test_slots_of_a_block_see_each_other_in_both_directions(target: Target) -> None:
+    draft = tiny_draft(target)
+    ids, _, blocks = make(target)
+    taps = target.features(ids, draft.layer_ids).taps
+    before = run(draft, taps, blocks)
+    embed = draft._block_input
+
+    def last_slot_changed(anchor_ids: Tensor) -> Tensor:
+        out = embed(anchor_ids)
+        out[..., -1, :] += 1.0
+        return out
+
+    draft._block_input = last_slot_changed  # type: ignore[method-assign]
+    assert not torch.allclose(run(draft, taps, blocks)[0, 0, 0], before[0, 0, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_teacher_forced_markov_logits_equal_the_step_by_step_loop(
+    target: Target, kind: str
+) -> None:
+    draft = tiny_draft(target, markov_head_type=kind)
+    head = draft.markov_head
+    assert head is not None
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(3, 4, target.hidden_size, generator=generator)
+    prev = torch.randint(0, 250, (3, 4), generator=generator)
+    together = draft.slot_logits(hidden, prev)
+    for block in range(3):
+        state = None
+        for k in range(4):
+            latent, state = head.step(head.embed(prev[block, k]), hidden[block, k], state)
+            alone = draft.base_logits(hidden[block, k]) + head.markov_w2(latent)
+            torch.testing.assert_close(together[block, k], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_the_markov_bias_depends_on_the_previous_token(target: Target) -> None:
+    draft = tiny_draft(target)
+    hidden = torch.zeros(1, 4, target.hidden_size)
+    one = draft.slot_logits(hidden, torch.tensor([[5, 5, 5, 5]]))
+    other = draft.slot_logits(hidden, torch.tensor([[5, 5, 6, 5]]))
+    same = (one == other).all(-1)[0].tolist()
+    assert same == [True, True, False, True]
+
+
+def test_the_targets_tables_are_no_parameters_of_the_draft(target: Target) -> None:
+    draft = tiny_draft(target)
+    names = [name for name, _ in draft.trainable()]
+    assert not any("embed_tokens" in name or "lm_head" in name for name in names)
+    assert set(names) == set(draft.state_dict())
+
+
+def test_confidence_is_float32_under_autocast(target: Target) -> None:
+    draft = tiny_draft(target)
+    hidden = torch.randn(2, 4, target.hidden_size)
+    assert draft.markov_head is not None
+    embedding = draft.markov_head.embed(torch.zeros(2, 4, dtype=torch.int64))
+    plain = draft.confidence_logits(hidden, embedding)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = draft.confidence_logits(hidden, embedding)
+    assert plain is not None
+    assert mixed is not None
+    assert mixed.dtype == torch.float32
+    assert torch.equal(plain, mixed)

@@ -1,0 +1,79 @@
+"""Tables for people and the facts about the machine."""
+
+import io
+import json
+from typing import Any
+
+from dspark.bench.report import environment, print_evaluation, print_table
+
+
+def figures(**changes: Any) -> dict[str, Any]:
+    return {
+        "num_prompts": 2,
+        "num_tokens": 40,
+        "rounds": 20,
+        "accept_length": 1.9,
+        "accepted_drafts": 0.95,
+        "interval": (1.5, 2.25),
+        "accept_length_macro": 1.85,
+        "tpot_ms": 10.0,
+        "tpot_ms_plain": 15.0,
+        "speedup": 1.5,
+        "lossless": True,
+        "survival": [0.6, 0.3],
+        "accept_rate": [0.6, 0.5],
+        "histogram": [0, 8, 6, 6],
+        **changes,
+    }
+
+
+def comparison(**changes: Any) -> dict[str, Any]:
+    return {"equal": True, "num_prompts": 2, "num_tokens": 40, "differences": [], **changes}
+
+
+def report(**checks: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **figures(),
+        "sets": {"gsm8k": figures(), "empty": figures(interval=None, tpot_ms=None, speedup=None)},
+        "settings": {
+            "temperature": 0.0,
+            "max_new_tokens": 64,
+            "num_draft_tokens": 2,
+            "block_size": 2,
+        },
+        "rejects": {"rejected": 1},
+        "lossless_checks": checks,
+    }
+
+
+def test_environment_names_what_a_figure_depends_on() -> None:
+    facts = json.loads(json.dumps(environment()))
+    assert facts["cpu"]
+    assert facts["cores"] >= 1
+    assert {"torch", "transformers"} <= set(facts["packages"])
+    assert {"git_commit", "time", "command", "gpus", "torch_threads"} <= set(facts)
+
+
+def test_a_table_keeps_all_columns_in_a_pipe() -> None:
+    out = io.StringIO()
+    columns = [f"column {i}" for i in range(12)]
+    print_table("T", columns, [["set", None, 1.23456, 7, True, *range(7)]], file=out)
+    text = out.getvalue()
+    for word in ("set", " - ", "1.235", " 7 ", "yes"):
+        assert word in text
+
+
+def test_an_evaluation_shows_each_set_the_pooled_line_and_the_law() -> None:
+    out = io.StringIO()
+    differing = {"prompt": 3, "position": 5, "with_draft": 7, "without": 9}
+    print_evaluation(
+        report(greedy=comparison(), sampled=comparison(equal=False, differences=[differing])),
+        file=out,
+    )
+    text = out.getvalue()
+    assert "1.500..2.250" in text
+    assert "all, pooled" in text
+    assert "1: 8, 2: 6, 3: 6" in text
+    assert "greedy: identical output with and without the draft over 2 prompts, 40 tokens" in text
+    assert "sampled: OUTPUT DIFFERS in 1 of 2 prompts" in text
+    assert "prompt 3, new token 5: 7 with the draft, 9 without" in text

@@ -1,0 +1,164 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.corpus.store import (
+    FeatureStore,
+    Header,
+    Shard,
+    ShardRow,
+    finish,
+    present_shard,
+    row_bytes,
+    start,
+    write_shard,
+)
+from dspark.errors import CheckpointError, ConfigError, DataError
+
+HIDDEN, TAPS = 4, 2
+
+
+def header(**changes: Any) -> Header:
+    values: dict[str, Any] = {
+        "target": "tiny",
+        "target_revision": None,
+        "target_fingerprint": "f00d",
+        "layer_ids": [1, 3],
+        "hidden_size": HIDDEN,
+        "dtype": "float32",
+        "template_hash": "beef",
+        "max_length": 64,
+    }
+    return Header(**{**values, **changes})
+
+
+def rows(*lengths: int) -> list[ShardRow]:
+    return [
+        ShardRow(
+            f"row{length}",
+            torch.arange(length),
+            torch.arange(length) > 1,
+            torch.randn(length, TAPS * HIDDEN),
+            torch.randn(length, HIDDEN),
+        )
+        for length in lengths
+    ]
+
+
+def make(directory: Path, *parts: list[ShardRow], complete: bool = True) -> list[Shard]:
+    start(directory, header())
+    shards = [
+        write_shard(directory, n, part, [row.id for row in part], [])
+        for n, part in enumerate(parts)
+    ]
+    if complete:
+        finish(directory, header(), shards)
+    return shards
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    parts = [rows(5, 3), rows(), rows(7)]
+    make(tmp_path / "s", *parts)
+    store = FeatureStore(tmp_path / "s")
+    written = [row for part in parts for row in part]
+    assert len(store) == 3
+    assert store.num_tokens == 15
+    for index, row in enumerate(written):
+        name, tensors = store.row(index)
+        assert name == row.id
+        assert torch.equal(tensors["input_ids"].long(), row.input_ids)
+        assert torch.equal(tensors["loss_mask"].bool(), row.loss_mask)
+        assert torch.equal(tensors["taps"], row.taps)
+        assert torch.equal(tensors["last_hidden"], row.last_hidden)
+    assert store.used_ids() == set(range(7))
+    with pytest.raises(IndexError):
+        store.row(3)
+
+
+def test_size_formula() -> None:
+    # 1.3M rows x 4096 tokens of a 2560-wide target with 5 taps in bf16: 30,725 bytes a token
+    assert row_bytes(1, 2560, 5, 2) == 30_725
+    assert row_bytes(1_300_000 * 4096, 2560, 5, 2) == 163_604_480_000_000
+    assert header(hidden_size=2560, layer_ids=[0] * 5, dtype="bfloat16").token_bytes == 30_725
+
+
+def test_bytes_on_disk_match_the_formula(tmp_path: Path) -> None:
+    (shard,) = make(tmp_path / "s", rows(500, 300))
+    expected = header().token_bytes * 800
+    assert shard.bytes == (tmp_path / "s" / shard.file).stat().st_size
+    assert 0 <= shard.bytes - expected < 1500  # names, offsets and the file's own header
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"target_fingerprint": "dead"}, "target_fingerprint f00d, this run has dead"),
+        ({"layer_ids": [1, 2]}, r"layer_ids \[1, 3\], this run has \[1, 2\]"),
+        ({"template_hash": "cafe"}, "template_hash beef, this run has cafe"),
+    ],
+)
+def test_features_of_something_else_are_refused(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    make(tmp_path / "s", rows(5))
+    store = FeatureStore(tmp_path / "s")
+    store.check(target_fingerprint="f00d", layer_ids=None, template_hash="beef")
+    with pytest.raises(DataError, match=sentence):
+        store.check(**changes)
+    with pytest.raises(ConfigError, match="choose another directory"):
+        start(tmp_path / "s", header(**changes))
+
+
+def test_incomplete_or_damaged_directories_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
+        FeatureStore(tmp_path)
+    shards = make(tmp_path / "s", rows(5), rows(6), complete=False)
+    with pytest.raises(CheckpointError, match="incomplete"):
+        FeatureStore(tmp_path / "s")
+    finish(tmp_path / "s", header(), shards)
+    path = tmp_path / "s" / shards[1].file
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=f"has {len(whole) - 1} bytes of {len(whole)}"):
+        FeatureStore(tmp_path / "s")
+    path.write_bytes(b"\xff" * len(whole))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        FeatureStore(tmp_path / "s").row(1)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        FeatureStore(tmp_path / "s")
+    manifest = tmp_path / "s" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": "x/2"}))
+    with pytest.raises(CheckpointError, match="'x/2'; this version reads"):
+        FeatureStore(tmp_path / "s")
+    manifest.write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        FeatureStore(tmp_path / "s")
+
+
+def test_a_directory_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        start(tmp_path, header())
+
+
+def test_only_whole_shards_of_the_same_plan_are_present(tmp_path: Path) -> None:
+    out = tmp_path / "s"
+    (shard, second) = make(out, rows(5, 3), rows(4))
+    assert present_shard(out, 0, ["row5", "row3"]) == shard
+    assert present_shard(out, 0, ["row5"]) is None
+    assert present_shard(out, 2, ["row9"]) is None
+    (out / second.file).write_bytes((out / second.file).read_bytes()[:40])
+    assert present_shard(out, 1, ["row4"]) is None
+
+
+def test_shards_behind_the_plan_are_removed(tmp_path: Path) -> None:
+    out = tmp_path / "s"
+    first, _ = make(out, rows(5), rows(6))
+    start(out, header())
+    finish(out, header(), [first])
+    assert len(FeatureStore(out)) == 1
+    assert sorted(p.name for p in out.iterdir()) == ["manifest.json", "shard-00000.safetensors"]

@@ -1,0 +1,429 @@
+"""The trainer: one loss for every split of a step, clear refusals, and what it leaves behind."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dspark import config_io
+from dspark.corpus.dataset import Row
+from dspark.errors import CheckpointError, ConfigError, DataError, MissingPackageError
+from dspark.export.load import load_draft
+from dspark.testing import save_tiny_target, tiny_target, tiny_tokenizer
+from dspark.training import build, trainer
+from dspark.training.window import Split, Windows
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "target.dtype=float32",
+    "target.device=cpu",
+    "draft.num_layers=2",
+    "draft.block_size=4",
+    "draft.num_taps=3",
+    "draft.markov_rank=8",
+    "train.num_anchors=6",
+    "train.lr=0.002",
+    "train.log_every=1",
+    "loss.chunk_blocks=8",
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target, ten rows, and two validation prompts."""
+    directory = tmp_path_factory.mktemp("trainer")
+    save_tiny_target(directory / "target")
+    rng = random.Random(0)
+    rows = []
+    for number in range(10):
+        ids = [rng.randrange(97, 107) for _ in range(rng.randint(12, 70))]
+        rows.append(
+            {"id": f"r{number}", "input_ids": ids, "loss_mask": [0] * 4 + [1] * (len(ids) - 4)}
+        )
+    write_rows(directory / "rows.jsonl", rows)
+    prompts = [{"messages": [{"role": "user", "content": text}]} for text in ("ab", "dcba")]
+    write_rows(directory / "prompts.jsonl", prompts)
+    return directory
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def settings(place: Path, out: Path, *overrides: str) -> list[str]:
+    return [
+        *TINY,
+        f"target.path={place / 'target'}",
+        f"data.responses=[{place / 'rows.jsonl'}]",
+        f"train.output_dir={out}",
+        *overrides,
+    ]
+
+
+def run(place: Path, out: Path, *overrides: str) -> trainer.TrainReport:
+    return trainer.run(config_io.load(None, settings(place, out, *overrides)))
+
+
+def lines(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "latest" / "model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Figures and weights within float32's rounding of sums in another order."""
+    for mine, theirs in zip(lines(one), lines(other), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            if not key.startswith("perf/"):
+                assert mine[key] == pytest.approx(theirs[key], rel=2e-6, abs=2e-6), key
+    first, second = weights(one), weights(other)
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=2e-6)
+
+
+# --- one loss for every split -------------------------------------------------------------
+
+
+def test_accumulation_makes_the_step_of_one_large_batch(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "one", "train.steps=4", "train.batch_size=4")
+    run(place, tmp_path / "four", "train.steps=4", "train.grad_accumulation=4")
+    assert_same_run(tmp_path / "one", tmp_path / "four")
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_step_of_one(place: Path, tmp_path: Path) -> None:
+    """Also when one of them has rows without a single supervised slot."""
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    for row in rows[::2]:  # one supervised token is enough for the reader, none for a block
+        row["loss_mask"] = [0] * (len(row["loss_mask"]) - 1) + [1]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    own = [
+        f"data.responses=[{tmp_path / 'rows.jsonl'}]",
+        "data.min_supervised_tokens=1",
+        "train.steps=5",
+        f"train.validation_prompts=[{place / 'prompts.jsonl'}]",
+        "train.validation_max_new_tokens=8",
+    ]
+    run(place, tmp_path / "one", *own, "train.grad_accumulation=2")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", str(ROOT / "train.py")]
+    command += settings(place, tmp_path / "two", *own, "train.num_processes=2")
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    rates = [line["train/lr"] for line in lines(tmp_path / "two") if "train/lr" in line]
+    assert rates == [line["train/lr"] for line in lines(tmp_path / "one") if "train/lr" in line]
+    windows = windows_of(place, tmp_path / "rows.jsonl", Split(batch_size=1, grad_accumulation=2))
+    empty = [[int(one.mask.any()) for one in windows.draw(step).passes] for step in range(5)]
+    assert [0, 1] in empty or [1, 0] in empty  # the case this test is for did happen
+
+
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE")}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def windows_of(place: Path, rows: Path, split: Split) -> Windows:
+    config = config_io.load(None, [*settings(place, place), f"data.responses=[{rows}]"])
+    from dspark.corpus.dataset import ResponseRows
+
+    data = config.data.model_copy(update={"min_supervised_tokens": 1})
+    return Windows(
+        ResponseRows(data, tiny_tokenizer()),
+        split,
+        seed=0,
+        num_anchors=6,
+        block_size=4,
+        loss=config.loss,
+        pin=False,
+    )
+
+
+def test_rows_and_anchors_do_not_depend_on_the_split(place: Path) -> None:
+    def drawn(processes: int, accumulation: int, batch: int) -> list[Any]:
+        found = []
+        for index in range(processes):
+            split = Split(
+                batch_size=batch,
+                grad_accumulation=accumulation,
+                process_index=index,
+                num_processes=processes,
+            )
+            for one in windows_of(place, place / "rows.jsonl", split).draw(7).passes:
+                for ids, anchors in zip(one.input_ids, one.anchors, strict=True):
+                    kept = anchors.tolist()
+                    found.append((ids[ids > 0].tolist(), [a for a in kept if a > 0]))
+        return sorted(found)
+
+    assert drawn(1, 4, 1) == drawn(2, 2, 1) == drawn(4, 1, 1) == drawn(1, 1, 4) == drawn(2, 1, 2)
+
+
+def test_a_row_gets_other_anchors_at_every_visit(place: Path) -> None:
+    row = Row("a", torch.arange(60), torch.ones(60, dtype=torch.bool))
+
+    class One:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> Row:
+            return row
+
+    split = Split(batch_size=2, grad_accumulation=1)
+    loss = config_io.load(None).loss
+    windows = Windows(One(), split, seed=0, num_anchors=6, block_size=4, loss=loss, pin=False)
+    drawn = [tuple(line.tolist()) for s in range(3) for line in windows.draw(s).passes[0].anchors]
+    assert len(set(drawn)) == 6
+    assert drawn[:2] == [tuple(line.tolist()) for line in windows.draw(0).passes[0].anchors]
+
+
+def test_a_step_without_a_supervised_slot_is_counted_and_harmless(
+    place: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()][:2]
+    rows[0]["loss_mask"] = [0] * (len(rows[0]["loss_mask"]) - 1) + [1]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    run(
+        place,
+        tmp_path / "out",
+        f"data.responses=[{tmp_path / 'rows.jsonl'}]",
+        "data.min_supervised_tokens=1",
+        "train.steps=4",
+    )
+    figures = lines(tmp_path / "out")
+    assert sorted(line["train/empty_steps"] for line in figures) == [0, 0, 1, 1]
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path / "out").values())
+
+
+def test_rows_that_cannot_hold_an_anchor_stop_the_run(place: Path, tmp_path: Path) -> None:
+    rows = [{"id": "a", "input_ids": [97, 98, 99], "loss_mask": [0, 0, 1]}]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match="no block can be trained"):
+        run(
+            place,
+            tmp_path / "out",
+            f"data.responses=[{tmp_path / 'rows.jsonl'}]",
+            "data.min_supervised_tokens=1",
+            "train.steps=1",
+        )
+
+
+# --- what a run leaves behind -------------------------------------------------------------
+
+
+def test_a_run_learns_and_leaves_checkpoints(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = run(
+        place,
+        out,
+        "train.steps=30",
+        "train.batch_size=4",
+        "train.lr=0.01",
+        "train.save_every=20",
+        f"train.validation_prompts=[{place / 'prompts.jsonl'}]",
+        "train.validation_max_new_tokens=8",
+        "train.validate_every=15",
+    )
+    figures = lines(out)
+    trained = [line for line in figures if "train/loss" in line]
+    assert [line["step"] for line in trained] == list(range(1, 31))
+    assert trained[-1]["train/ce_loss"] < 0.7 * trained[0]["train/ce_loss"]
+    assert trained[-1]["train/tau"] == pytest.approx(trained[-1]["train/accepted_drafts"] + 1)
+    assert trained[-1]["train/epoch"] == pytest.approx(15.0)  # 2 steps of 4 rows a pass
+    validated = {line["step"]: line["val/tau"] for line in figures if "val/tau" in line}
+    assert list(validated) == [15, 30]
+    assert report.status == "finished"
+    assert report.best_accept_length == max(validated.values())
+    assert report.last == str(out / "checkpoint-30")
+    assert (out / "latest").resolve() == out / "checkpoint-30"
+    best = (out / "best").resolve()
+    assert best.name == Path(report.best or "").name
+    probe = json.loads((best / "check.json").read_text())
+    assert probe["expected"] == report.best_accept_length
+    assert len(probe["prompt_ids"]) == 2
+    assert config_io.load(out / "config.yaml").train.steps == 30
+    assert "embed_tokens.weight" not in weights(out)
+
+
+def test_the_same_settings_give_the_same_run(place: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run(place, tmp_path / name, "train.steps=3", "train.batch_size=2")
+    first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_gradient_checkpointing_changes_no_number(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "plain", "train.steps=3")
+    run(place, tmp_path / "again", "train.steps=3", "train.gradient_checkpointing=true")
+    first, second = weights(tmp_path / "plain"), weights(tmp_path / "again")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_bf16_keeps_fp32_masters(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "out", "train.steps=3", "train.mixed_precision=bf16")
+    assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.float32}
+    assert lines(tmp_path / "out")[-1]["train/loss"] < 5
+
+
+# --- where a draft starts ------------------------------------------------------------------
+
+
+def test_the_mask_token_is_a_special_id_without_a_use() -> None:
+    tokenizer, target = tiny_tokenizer(), tiny_target()
+    ids = tokenizer.get_vocab()
+    spare, start = ids["<|mask|>"], ids["<|im_start|>"]
+    free = config_io.load(None).draft
+    assert build.mask_token(free, tokenizer, target, used={start}) == spare
+    with pytest.raises(ConfigError, match="no special id"):
+        build.mask_token(free, tokenizer, target, used={start, spare})
+    for taken, reason in ((tokenizer.pad_token_id, "pad"), (97, "occurs"), (9999, "outside")):
+        given = free.model_copy(update={"mask_token_id": taken})
+        with pytest.raises(ConfigError, match=reason):
+            build.mask_token(given, tokenizer, target, used={97})
+
+
+def test_a_run_continues_an_exported_draft(place: Path, tmp_path: Path) -> None:
+    from dspark.export.hf import export_draft
+    from dspark.target import load
+
+    run(place, tmp_path / "first", "train.steps=2")
+    target = load(str(place / "target"), dtype="float32", device="cpu")
+    export_draft(
+        tmp_path / "first", tmp_path / "draft", target, tokenizer=tiny_tokenizer(), check=False
+    )
+    start = {
+        name: value.clone()
+        for name, value in load_draft(tmp_path / "draft", dtype=torch.float32).named_parameters()
+    }
+    run(
+        place,
+        tmp_path / "second",
+        f"draft.init_from={tmp_path / 'draft'}",
+        "draft.block_size=7",  # replaced by the draft's own
+        "train.steps=1",
+        "train.lr=1e-9",
+    )
+    after = weights(tmp_path / "second")
+    assert after.keys() == start.keys()
+    for name, value in start.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)
+
+
+# --- what it refuses ------------------------------------------------------------------------
+
+
+def test_resume_none_refuses_a_directory_in_use(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "out", "train.steps=1", "train.resume=none")
+    with pytest.raises(ConfigError, match=r"is not empty and train.resume is none"):
+        run(place, tmp_path / "out", "train.steps=1", "train.resume=none")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train.seed=1", "train.seed is 1 but .* trained with 0"),
+        ("draft.block_size=3", "draft.block_size is 3 but .* trained with 4"),
+        ("train.batch_size=2", "global batch .* is 2 but .* trained with 1"),
+        ("data.max_length=32", "data"),
+        ("train.steps=4", r"the run is 4 steps long but .* was trained for 2"),
+    ],
+)
+def test_another_structure_is_refused_with_both_values(
+    place: Path, tmp_path: Path, change: str, message: str
+) -> None:
+    run(place, tmp_path / "out", "train.steps=2")
+    with pytest.raises(CheckpointError, match=message):
+        run(place, tmp_path / "out", "train.steps=2", change)
+
+
+def test_a_constant_schedule_may_be_extended(place: Path, tmp_path: Path) -> None:
+    constant = ["train.schedule=constant", "train.warmup_ratio=0.0", "loss.accept_length_ramp=0.0"]
+    run(place, tmp_path / "out", "train.steps=2", *constant)
+    run(place, tmp_path / "out", "train.steps=4", *constant)
+    run(place, tmp_path / "whole", "train.steps=4", *constant)
+    first, second = weights(tmp_path / "out"), weights(tmp_path / "whole")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_finished_run_says_so(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "out", "train.steps=2")
+    before = (tmp_path / "out" / "metrics.jsonl").read_text()
+    assert run(place, tmp_path / "out", "train.steps=2").status == "already finished"
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
+
+
+def test_wandb_that_is_not_installed_is_a_sentence(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"dspark\[train\]"):
+        run(place, tmp_path / "out", "train.tracker.kind=wandb")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stepz=3", "did you mean 'steps'"),
+        ("data.responses=[]", "data.responses is empty"),
+        ("data.responses=[nowhere.jsonl]", "nowhere.jsonl"),
+        ("train.features=offline", "data.shards is not set"),
+        ("draft.init_from=nowhere", "nowhere"),
+        ("train.resume=nowhere", "neither auto, nor none, nor a directory"),
+        ("train.validation_prompts=[nowhere.jsonl]", "nowhere.jsonl"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence_and_code_2(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        trainer.main([*settings(place, tmp_path / "out", "train.steps=1"), override])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_the_last_line_of_stdout_is_json(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.main(["--json", *settings(place, tmp_path / "out"), "--train.steps", "1"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["status"] == "finished"
+    assert report["step"] == 1
+
+
+def test_a_signal_saves_and_exits_with_75(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimize = trainer.Trainer._optimize
+
+    def interrupted(self: Any, window: Any, stop: Any) -> bool:
+        if window.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return optimize(self, window, stop)
+
+    monkeypatch.setattr(trainer.Trainer, "_optimize", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        trainer.main(settings(place, tmp_path / "out", "train.steps=6"))
+    assert exit_.value.code == 75
+    assert (tmp_path / "out" / "latest").resolve().name == "checkpoint-3"
