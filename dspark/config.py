@@ -191,7 +191,8 @@ class TrainSettings(_Settings):
     num_processes: PositiveInt | None = None
     """Refuse to start with any other number of processes."""
     resume: str = "auto"
-    """auto: the newest complete checkpoint in output_dir; none: refuse a non-empty one; or a path."""
+    """auto: the newest complete checkpoint in output_dir; none: refuse one that is not empty;
+    or a path."""
     save_every: PositiveInt = 500
     keep: PositiveInt = 2
     """Complete checkpoints kept besides `best`."""

@@ -16,7 +16,7 @@ from dspark.config import Config
 from dspark.errors import ConfigError, nearest
 from dspark.provenance import write_text
 
-__all__ = ["dump", "from_mapping", "load", "parse_overrides", "save"]
+__all__ = ["dump", "from_mapping", "load", "merge", "parse_overrides", "save"]
 
 
 class _Loader(yaml.SafeLoader):
@@ -77,11 +77,12 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return tree
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with the leaves of ``over`` in their places."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        merged[key] = merge(merged[key], value) if both else value
     return merged
 
 
@@ -154,7 +155,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     for section, value in tree.items():
         if value is None:
             raise ConfigError(f"{source}: section '{section}' is empty; give it keys or remove it")
-    return from_mapping(_merge(tree, parse_overrides(overrides)), source)
+    return from_mapping(merge(tree, parse_overrides(overrides)), source)
 
 
 def dump(config: Config) -> str:

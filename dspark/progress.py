@@ -1,7 +1,7 @@
 """Progress with an ETA, on stderr, for anything that takes longer than about two seconds."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -59,7 +59,7 @@ class Bar:
 
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
     """Yield ``items`` while a `Bar` advances; ``total`` is taken from a sized iterable."""
-    if total is None and hasattr(items, "__len__"):
+    if total is None and isinstance(items, Sized):
         total = len(items)
     with Bar(description, total) as bar:
         for item in items:

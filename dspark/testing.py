@@ -86,4 +86,5 @@ def tiny_draft(target: Target, seed: int = 0, **settings: Any) -> DSparkDraftMod
         torch.manual_seed(seed)
         draft = DSparkDraftModel(config)
     draft.attach(target.embed_weight, target.head_weight)
-    return draft.eval()
+    draft.eval()
+    return draft

@@ -74,6 +74,10 @@ class EvalReport:
     rejects: Rejects
     """Prompts that were not decoded: the template refused them, or the context has no room."""
     settings: dict[str, Any]
+    prompt_ids: dict[str, list[list[int]]]
+    """Token ids of the prompts that were decoded, by set."""
+    runs: dict[str, list[PromptRun]]
+    """What each of them gave, in the same order."""
 
     def summary(self) -> dict[str, Any]:
         """As one JSON object; the pooled figures stand at the top level."""
@@ -140,6 +144,8 @@ def evaluate(
             "confidence_threshold": confidence_threshold,
             "thinking": thinking,
         },
+        prompt_ids={name: [list(ids) for ids in one] for name, one in encoded.items()},
+        runs=runs,
     )
 
 

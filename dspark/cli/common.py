@@ -60,7 +60,9 @@ def override(path: str, value: Any) -> list[str]:
     return [] if value is None else [f"{path}={json.dumps(value)}"]
 
 
-def read_config(path: Path | None, overrides: Sequence[str] | None, *options: list[str]) -> "Config":
+def read_config(
+    path: Path | None, overrides: Sequence[str] | None, *options: list[str]
+) -> "Config":
     """Settings from file, then overrides, then the command's own options.
 
     Raises:

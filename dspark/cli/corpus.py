@@ -54,9 +54,7 @@ def _sample(
         f"{settings.sample.out}: {report.written} rows written, {report.resumed} there already, "
         f"{report.new_tokens:,} new tokens at {report.tokens_per_s:,.0f}/s"
     )
-    finish(
-        {"out": settings.sample.out, "prompts": rejects.to_dict(), **report.to_dict()}, as_json
-    )
+    finish({"out": settings.sample.out, "prompts": rejects.to_dict(), **report.to_dict()}, as_json)
 
 
 def _doctor(

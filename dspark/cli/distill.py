@@ -42,7 +42,9 @@ def _export(
     from dspark.export.hf import export_draft
     from dspark.target import load, load_tokenizer
 
-    config = read_config(None, None, override("target.path", target), override("target.dtype", dtype))
+    config = read_config(
+        None, None, override("target.path", target), override("target.dtype", dtype)
+    )
     tokenizer = load_tokenizer(config.target)
     record = export_draft(
         run,

@@ -30,9 +30,7 @@ class Blocks:
 
     def to(self, device: torch.device) -> "Blocks":
         """The same on ``device``."""
-        moved = {
-            name: value.to(device, non_blocking=True) for name, value in self.__dict__.items()
-        }
+        moved = {name: value.to(device, non_blocking=True) for name, value in self.__dict__.items()}
         return replace(self, **moved)
 
     @property

@@ -62,7 +62,6 @@ class DSparkDraftModel(PreTrainedModel):
     config_class = DSparkConfig
     config: DSparkConfig
     base_model_prefix = ""
-    _no_split_modules = ["DraftLayer"]
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)

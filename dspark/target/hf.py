@@ -138,7 +138,7 @@ class Target:
         """Run a prompt [S] behind the cursor and commit it; logits of its last token only."""
         taps = []
         hidden = None
-        for piece in input_ids.to(self.device).split(_PREFILL_ROWS):
+        for piece in torch.split(input_ids.to(self.device), _PREFILL_ROWS):
             hidden, tap = self._extend(cache, piece)
             cache.commit(len(piece))
             taps.append(tap)

@@ -34,7 +34,7 @@ class PackedLinear(nn.Linear):
 
 def _available() -> bool:
     ops: Any = torch.ops.mkldnn
-    return torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise")
+    return bool(torch._C._has_mkldnn) and hasattr(ops, "_linear_pointwise")
 
 
 def _dtypes() -> tuple[torch.dtype, ...]:

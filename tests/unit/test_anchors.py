@@ -65,7 +65,10 @@ def test_every_candidate_can_be_drawn() -> None:
     seen: set[int] = set()
     for seed in range(60):
         blocks = sample_blocks(
-            torch.arange(12)[None], mask, num_anchors=2, block_size=2,
+            torch.arange(12)[None],
+            mask,
+            num_anchors=2,
+            block_size=2,
             generators=generators(1, seed),
         )
         seen |= set(blocks.anchors[blocks.keep].tolist())

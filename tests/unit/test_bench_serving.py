@@ -194,7 +194,5 @@ def test_arguments_are_checked(arguments: dict[str, Any]) -> None:
 
 
 def test_a_report_survives_json() -> None:
-    import json
-
     report = summarise(by_hand(), 2.0, model="m", info=info())
     assert ServingReport(**json.loads(json.dumps(report.to_dict()))) == report

@@ -177,8 +177,7 @@ def test_the_context_limit_ends_the_output(room: int) -> None:
     assert len(done.token_ids) == room
     assert done.finish_reason == "length"
     assert (
-        done.token_ids
-        == decode(target, None, prompt, DecodeParams(100, ignore_eos=True)).token_ids
+        done.token_ids == decode(target, None, prompt, DecodeParams(100, ignore_eos=True)).token_ids
     )
 
 

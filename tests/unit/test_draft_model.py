@@ -22,7 +22,10 @@ def make(target: Target, seed: int = 0) -> tuple[Tensor, Tensor, Blocks]:
     mask = torch.ones(2, 40, dtype=torch.bool)
     mask[:, :7] = False
     blocks = sample_blocks(
-        ids, mask, num_anchors=5, block_size=4,
+        ids,
+        mask,
+        num_anchors=5,
+        block_size=4,
         generators=[torch.Generator().manual_seed(seed + i) for i in range(2)],
     )
     return ids, mask, blocks

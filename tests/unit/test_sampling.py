@@ -68,9 +68,7 @@ def test_tokens_follow_the_distribution(temperature: float) -> None:
 )
 def test_filters_are_those_of_transformers(params: SamplingParams) -> None:
     # equal logits are kept together here and cut by position there: draw some without ties
-    logits = torch.stack(
-        [torch.linspace(-9, 9, 3000)[torch.randperm(3000)] for _ in range(6)]
-    )
+    logits = torch.stack([torch.linspace(-9, 9, 3000)[torch.randperm(3000)] for _ in range(6)])
     warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
     if params.top_k > 0:
         warpers.append(TopKLogitsWarper(params.top_k))

@@ -20,7 +20,7 @@ def answer(target: Target, text: str, tokens: int = 12) -> str:
     )
     cache = target.new_cache()
     token = target.prefill(cache, torch.tensor(ids)).logits.argmax(-1)
-    out = []
+    out: list[int] = []
     while len(out) < tokens and int(token) not in target.eos_ids:
         out.append(int(token))
         token = target.verify(cache, token).logits.argmax(-1)
@@ -61,7 +61,7 @@ def test_rows_are_exact_on_the_real_model(target: Target) -> None:
         cache = target.new_cache()
         target.prefill(cache, ids[:28])
         rows = []
-        for part in ids[28:].split(width):
+        for part in torch.split(ids[28:], width):
             rows.append(target.verify(cache, part).logits)
             target.commit(cache, len(part))
         logits = torch.cat(rows)

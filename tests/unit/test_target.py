@@ -77,7 +77,7 @@ def test_a_rows_logits_are_the_same_to_the_bit_for_every_width(dtype: torch.dtyp
         cache = target.new_cache()
         target.prefill(cache, ids[:start])
         rows = []
-        for part in ids[start:].split(width):
+        for part in torch.split(ids[start:], width):
             rows.append(target.verify(cache, part).logits)
             target.commit(cache, len(part))
         logits = torch.cat(rows)
