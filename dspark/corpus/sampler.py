@@ -121,7 +121,7 @@ def sample_responses(
     with ResponseWriter(out) as writer, Bar("sampling", len(tasks)) as bar:
         for start in range(0, len(tasks), settings.batch_size):
             batch = tasks[start : start + settings.batch_size]
-            for finished in _answers(target, batch, settings):
+            for finished in _answers(target, batch, settings, len(tokenizer)):
                 rows = []
                 for position, new_ids in finished:
                     task = batch[position]
@@ -167,7 +167,7 @@ def _tasks(
 
 
 def _answers(
-    target: Target, batch: Sequence[_Task], settings: SampleSettings
+    target: Target, batch: Sequence[_Task], settings: SampleSettings, num_ids: int
 ) -> Iterator[list[tuple[int, list[int]]]]:
     limits = [task.limit for task in batch]
     uniforms = np.stack([_uniforms(settings.seed, task, max(limits)) for task in batch])
@@ -176,7 +176,8 @@ def _answers(
         torch.from_numpy(uniforms).to(target.device),
     )
     try:
-        yield from generate(target, [task.ids for task in batch], limits, draw)
+        prompts = [task.ids for task in batch]
+        yield from generate(target, prompts, limits, draw, num_ids=num_ids)
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"sample.batch_size {settings.batch_size} does not fit into the memory of "

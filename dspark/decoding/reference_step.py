@@ -87,12 +87,12 @@ class Proposer:
             return anchor.new_empty(0)
         draft, head = self.draft, self.draft.markov_head
         position = self._context.length
-        hidden = draft.block_hidden(self._context, anchor)[:most]
-        base = draft.base_logits(hidden).float()
+        hidden = draft.block_hidden(self._context, anchor)
+        base = draft.block_logits(hidden)[:most].float()
         values, candidates = base.topk(min(_SHORTLIST, base.shape[-1]), dim=-1)
         proposals: list[Tensor] = []
         previous, state = anchor, None
-        for k in range(len(hidden)):
+        for k in range(len(base)):
             embedding = None
             logits = values[k]
             if head is not None:

@@ -19,6 +19,7 @@ from dspark.draft.anchors import block_positions, visible
 from dspark.draft.config import DSparkConfig
 from dspark.draft.heads import ConfidenceHead, MarkovHead
 from dspark.draft.layers import DraftLayer
+from dspark.kernels.packed_linear import pack_linears
 
 __all__ = ["DSparkDraftModel", "DraftContext"]
 
@@ -80,6 +81,7 @@ class DSparkDraftModel(PreTrainedModel):
         # plain attributes, not parameters: they belong to the target and are never saved or moved
         self.embed_weight: Tensor | None = None  # [V, D]
         self.head_weight: Tensor | None = None  # [V, D]
+        self._step_head: nn.Linear | None = None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -165,8 +167,24 @@ class DSparkDraftModel(PreTrainedModel):
     # --- decoding, batch 1 ---------------------------------------------------------------
 
     def new_context(self) -> DraftContext:
-        """An empty context cache."""
+        """An empty context cache. From the first one on, the weights are laid out for decoding."""
+        if self._step_head is None:
+            assert self.head_weight is not None, "attach() the target's output head first"
+            head = nn.Linear(*self.head_weight.shape[::-1], bias=False, device="meta")
+            head.weight = nn.Parameter(self.head_weight, requires_grad=False)
+            # a plain attribute, like the table it holds
+            object.__setattr__(self, "_step_head", head)
+            pack_linears(head)
+            if not self.training:
+                pack_linears(self)
         return DraftContext(len(self.layers))
+
+    @torch.no_grad()
+    def block_logits(self, hidden: Tensor) -> Tensor:
+        """`base_logits` of one block [K, D] -> [K, V], by the weights laid out for decoding."""
+        assert self._step_head is not None
+        out: Tensor = self._step_head(hidden.to(self._step_head.weight.dtype))
+        return out
 
     @torch.no_grad()
     def extend(self, context: DraftContext, taps: Tensor) -> None:

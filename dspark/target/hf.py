@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dspark.errors import TargetError
-from dspark.target.packed import pack_linears
+from dspark.kernels.packed_linear import pack_linears
 from dspark.target.rows import RowCache, padded_rows
 
 __all__ = ["Features", "Rows", "Target"]

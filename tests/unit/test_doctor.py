@@ -9,7 +9,8 @@ from rich.console import Console
 from dspark.config import DataSettings
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows
-from dspark.corpus.doctor import examine, histogram, quantiles
+from dspark.corpus.doctor import examine
+from dspark.corpus.doctor_report import histogram, quantiles
 from dspark.corpus.responses import FORMAT
 from dspark.errors import DataError, TargetError
 from dspark.testing import tiny_tokenizer

@@ -27,7 +27,8 @@ def reference(logits: torch.Tensor, one: SamplingSetting) -> torch.Tensor:
         warpers.append(MinPLogitsWarper(one.min_p))
     ids: Any = torch.zeros(1, 1, dtype=torch.int64)
     scores: Any = logits.float()
-    return warpers(ids, scores)[0].double().softmax(-1)
+    expected: torch.Tensor = warpers(ids, scores)[0].double().softmax(-1)
+    return expected
 
 
 def masses(logits: torch.Tensor, one: SamplingSetting, cells: int) -> torch.Tensor:

@@ -298,6 +298,12 @@ def test_the_context_limit_cuts_answers(tokenizer: Any, tmp_path: Path) -> None:
     assert all(row.finish_reason == "stop" or len(row.input_ids) == 60 for row in rows.values())
 
 
+def test_ids_behind_the_tokenizer_are_never_drawn(tokenizer: Any, tmp_path: Path) -> None:
+    padded = tiny_target(vocab_size=2 * len(tokenizer))
+    rows, _ = sample(padded, tokenizer, 6, tmp_path / "r.jsonl")
+    assert max(max(row.input_ids) for row in rows.values()) < len(tokenizer)
+
+
 def test_reasoning_is_told_apart_from_the_answer(tokenizer: Any) -> None:
     def answer(prompt: str, text: str) -> Any:
         ids = (tokenizer(prompt)["input_ids"], tokenizer(text)["input_ids"])
@@ -336,7 +342,7 @@ def test_unusable_targets_end_in_a_sentence(
     with pytest.raises(RunError, match="NaN"):
         sample(broken, tokenizer, 1, tmp_path / "b.jsonl")
 
-    def full(*args: Any) -> Any:
+    def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(sampler, "generate", full)

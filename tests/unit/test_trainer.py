@@ -427,3 +427,14 @@ def test_a_signal_saves_and_exits_with_75(
         trainer.main(settings(place, tmp_path / "out", "train.steps=6"))
     assert exit_.value.code == 75
     assert (tmp_path / "out" / "latest").resolve().name == "checkpoint-3"
+
+
+@pytest.mark.slow
+def test_one_row_learnt_by_heart_is_accepted_in_whole_blocks(place: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train" / "overfit_one_batch.py")]
+    command += ["--target", str(place / "target"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "whole blocks accepted: 100%" in done.stdout

@@ -1,0 +1,1 @@
+"""Kernels and layouts behind the plain functions of `target`, `draft` and `losses`."""
