@@ -170,7 +170,8 @@ class DSparkDraftModel(PreTrainedModel):
         """An empty context cache. From the first one on, the weights are laid out for decoding."""
         if self._step_head is None:
             assert self.head_weight is not None, "attach() the target's output head first"
-            head = nn.Linear(*self.head_weight.shape[::-1], bias=False, device="meta")
+            vocabulary, hidden = self.head_weight.shape
+            head = nn.Linear(hidden, vocabulary, bias=False, device="meta")
             head.weight = nn.Parameter(self.head_weight, requires_grad=False)
             # a plain attribute, like the table it holds
             object.__setattr__(self, "_step_head", head)
