@@ -138,6 +138,7 @@ class _Batch:
     """The model, its cache, and what a step of the rows still running reads and writes."""
 
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]]) -> None:
+        target.pack()
         self._target = target
         device = target.device
         takes = inspect.signature(target.model.forward).parameters

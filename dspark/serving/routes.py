@@ -262,7 +262,8 @@ async def _stream(channel: Channel, events: AsyncIterator[dict[str, Any]]) -> Re
 
 
 def _line(event: dict[str, Any]) -> str:
-    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    # ASCII only: some clients break lines at U+2028 or U+0085 too
+    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
 
 
 async def _openai_events(

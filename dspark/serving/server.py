@@ -102,7 +102,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
-        self._engine = engine
+        self.engine = engine
         self._told = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -116,11 +116,11 @@ class _Server(uvicorn.Server):
 
     def stop(self, sig: int = signal.SIGTERM) -> None:
         """Finish what was accepted, refuse what is new, then end."""
-        limit = self._engine.settings.drain_s
+        limit = self.engine.settings.drain_s
         log.info("%s: finishing the requests in hand (at most %g s)", signal.strsignal(sig), limit)
-        if not self._engine.drain(limit):
+        if not self.engine.drain(limit):
             log.warning("requests still running after %g s are ended as they stand", limit)
-        self._engine.close()
+        self.engine.close()
         self.should_exit = True
 
 
@@ -177,7 +177,7 @@ def serve(
         try:
             server.run(sockets=[sock])
         finally:
-            server._engine.close()
+            server.engine.close()
 
 
 @contextmanager
@@ -205,6 +205,6 @@ def running(
         try:
             yield f"http://127.0.0.1:{sock.getsockname()[1]}"
         finally:
-            server._engine.close()
+            server.engine.close()
             server.should_exit = True
             thread.join()

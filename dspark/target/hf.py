@@ -124,13 +124,16 @@ class Target:
         """[..., D] behind the final norm -> [..., V]."""
         return self._finish(self._head(hidden.to(self._head.weight.dtype)))
 
+    def pack(self) -> None:
+        """Lay the weights out for steps of 8 and 16 rows; only what decodes pays for the copy."""
+        if not self._packed:
+            pack_linears(self.model)
+            self._packed = True
+
     def new_cache(self, layer_ids: Sequence[int] = ()) -> RowCache:
         """An empty cache for one sequence whose calls return the taps of ``layer_ids``."""
         check_layer_ids(layer_ids, self.num_layers)
-        if not self._packed:
-            # only what decodes pays for the second copy of the weights
-            pack_linears(self.model)
-            self._packed = True
+        self.pack()
         return RowCache(tuple(layer_ids))
 
     @torch.no_grad()
