@@ -57,6 +57,7 @@ class Preparer:
         self._tokenizer = tokenizer
         self._settings = settings
         self._defaults = _sampling_defaults(target)
+        SamplingParams(**self._defaults)  # a model's own defaults that cannot be run fail here
         self.max_model_len = int(target.max_position_embeddings)
 
     def chat(self, request: ChatRequest) -> Work:
@@ -101,18 +102,21 @@ class Preparer:
                 "messages",
                 "this model's tokenizer has no chat template; use /v1/completions with a prompt",
             )
-        template = self._tokenizer.get_chat_template()
-        for name in variables:
-            if name in _TEMPLATE_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", template):
-                raise _bad(
-                    "chat_template_kwargs",
-                    f"'chat_template_kwargs.{name[:100]}' has no effect: this model's chat "
-                    "template has no such variable",
-                )
         try:
+            template: str = self._tokenizer.get_chat_template()
+            for name in variables:
+                known = re.search(rf"\b{re.escape(name)}\b", template) is not None
+                if name in _TEMPLATE_ARGUMENTS or not known:
+                    raise _bad(
+                        "chat_template_kwargs",
+                        f"'chat_template_kwargs.{name[:100]}' has no effect: this model's chat "
+                        "template has no such variable",
+                    )
             text: str = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **variables
             )
+        except ApiError:
+            raise
         # A template is the model's own program and raises whatever it likes over its input.
         except Exception as error:
             raise _bad(

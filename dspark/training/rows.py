@@ -72,11 +72,12 @@ def check_features(
 
 
 def check_fit(rows: TrainingRows, target: Target) -> None:
-    """Refuse rows of another vocabulary, and rows of which none can hold an anchor.
+    """Refuse rows that do not fit the target, and rows of which none can hold an anchor.
 
     Raises:
-        DataError: an id is outside the target's vocabulary, or nowhere do two supervised tokens
-            follow each other.
+        DataError: an id is outside the target's vocabulary, a row (of responses; shards were
+            checked when they were written) is longer than its positions, or nowhere do two
+            supervised tokens follow each other.
     """
     largest = max(rows.used_ids())
     if largest >= target.vocab_size:
@@ -84,6 +85,13 @@ def check_fit(rows: TrainingRows, target: Target) -> None:
             f"the data holds token id {largest} but target '{target.name}' has {target.vocab_size} "
             "ids: the rows were made with another tokenizer"
         )
+    if isinstance(rows, ResponseRows):
+        longest = max(len(rows[number].input_ids) for number in range(len(rows)))
+        if longest > target.max_position_embeddings:
+            raise DataError(
+                f"a row holds {longest} tokens but target '{target.name}' has "
+                f"{target.max_position_embeddings} positions: set data.max_length to that or less"
+            )
     masks = (rows[number].loss_mask for number in range(len(rows)))
     if not any(bool((mask[:-1] & mask[1:]).any()) for mask in masks):
         raise DataError(

@@ -29,7 +29,7 @@ from dspark import config_io, provenance
 from dspark.config import Config
 from dspark.corpus.chat import check_template
 from dspark.draft.config import DSparkConfig
-from dspark.errors import CheckpointError, ConfigError, DSparkError
+from dspark.errors import CheckpointError, ConfigError, DSparkError, RunError
 from dspark.export.check import Probe
 from dspark.export.config_json import ARCHITECTURES, from_json, read_json, to_json
 from dspark.progress import Bar
@@ -292,7 +292,13 @@ class Trainer:
             bar = stack.enter_context(Bar("train", self.plan.total_steps, shown=main))
             bar.advance(self.step)
             stop = stack.enter_context(StopRequest())
-            return self._loop(journal, bar, stop)
+            try:
+                return self._loop(journal, bar, stop)
+            except torch.OutOfMemoryError as error:
+                raise RunError(
+                    f"the GPU is out of memory at step {self.step}: lower train.batch_size (and "
+                    "raise train.grad_accumulation), train.num_anchors or loss.chunk_blocks"
+                ) from error
 
     def report(self, status: str, seconds: float) -> TrainReport:
         """What the run did."""
@@ -320,6 +326,7 @@ class Trainer:
             if self.step % settings.log_every == 0 or final:
                 self._figures = self._line()
                 journal.write(self.step, self._figures)
+                self._say()
             bar.advance(1, **self._shown())
             probe = None
             if self.prompts and (final or _due(self.step, settings.validate_every)):
@@ -396,6 +403,13 @@ class Trainer:
             "tau": f"{self._figures['train/tau']:.2f}",
             "lr": f"{self._figures['train/lr']:.1e}",
         }
+
+    def _say(self) -> None:
+        """A line in the log where there is no terminal for the bar."""
+        if not sys.stderr.isatty():
+            left = (self.plan.total_steps - self.step) * self._figures["perf/step_s"]
+            shown = " ".join(f"{name} {value}" for name, value in self._shown().items())
+            log.info("step %d of %d: %s, %.0f s left", self.step, self.plan.total_steps, shown, left)
 
     def _validate(self, journal: Journal) -> Probe:
         """Decode the validation prompts, note the figures, and remember the best step."""

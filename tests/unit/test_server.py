@@ -613,3 +613,20 @@ serve(tiny_target(), None, tiny_tokenizer(), port=int(sys.argv[1]))
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_line_separator_in_the_text_breaks_no_event(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a\u2028b\u0085c\rd\ne"
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+    def says(*_: Any) -> Iterator[Commit]:
+        yield Commit(tokens[:1], None, None, 0, 0.01)
+        for token in tokens[1:-1]:
+            yield Commit([token], None, 4, 0, 0.01)
+        yield Commit(tokens[-1:], "length", 4, 0, 0.01)
+
+    monkeypatch.setattr(engine_module, "stream", says)
+    chunks = events(client, "/v1/completions", {"prompt": "a"})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text

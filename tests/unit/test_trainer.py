@@ -120,6 +120,7 @@ def test_two_processes_make_the_step_of_one(place: Path, tmp_path: Path) -> None
         f"data.responses=[{tmp_path / 'rows.jsonl'}]",
         "data.min_supervised_tokens=1",
         "train.steps=5",
+        "train.save_every=3",
         f"train.validation_prompts=[{place / 'prompts.jsonl'}]",
         "train.validation_max_new_tokens=8",
     ]
@@ -132,6 +133,12 @@ def test_two_processes_make_the_step_of_one(place: Path, tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "one", tmp_path / "two")
+    # and one process goes on where two stopped
+    halfway = tmp_path / "two" / "checkpoint-3"
+    run(place, tmp_path / "three", *own, "train.grad_accumulation=2", f"train.resume={halfway}")
+    first, second = weights(tmp_path / "one"), weights(tmp_path / "three")
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=2e-6)
     rates = [line["train/lr"] for line in lines(tmp_path / "two") if "train/lr" in line]
     assert rates == [line["train/lr"] for line in lines(tmp_path / "one") if "train/lr" in line]
     windows = windows_of(place, tmp_path / "rows.jsonl", Split(batch_size=1, grad_accumulation=2))
@@ -438,3 +445,22 @@ def test_one_row_learnt_by_heart_is_accepted_in_whole_blocks(place: Path, tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert "whole blocks accepted: 100%" in done.stdout
+
+
+def test_a_row_longer_than_the_target_is_refused(place: Path, tmp_path: Path) -> None:
+    rows = [{"id": "a", "input_ids": [97] * 600, "loss_mask": [1] * 600}]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    long = f"data.responses=[{tmp_path / 'rows.jsonl'}]"
+    with pytest.raises(DataError, match="a row holds 600 tokens but .* has 512 positions"):
+        run(place, tmp_path / "out", long, "train.steps=1")
+    run(place, tmp_path / "out", long, "train.steps=1", "data.max_length=512")
+
+
+def test_another_learning_rate_goes_on_with_a_word(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    constant = ["train.schedule=constant", "train.warmup_ratio=0.0", "loss.accept_length_ramp=0.0"]
+    run(place, tmp_path / "out", "train.steps=1", *constant)
+    with caplog.at_level("WARNING"):
+        run(place, tmp_path / "out", "train.steps=2", *constant, "train.lr=0.5")
+    assert "train.lr changes from 0.002 to 0.5 at step 1" in caplog.text

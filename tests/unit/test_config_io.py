@@ -1,0 +1,84 @@
+"""Settings: every mistake is one sentence with the path, the value and what would be right."""
+
+from pathlib import Path
+
+import pytest
+
+from dspark.config import Config
+from dspark.config_io import dump, load, parse_overrides
+from dspark.errors import ConfigError
+
+
+def test_defaults_survive_a_round_trip(tmp_path: Path) -> None:
+    config = load(None, ["sample.settings=[{weight: 2, temperature: 0.7}]", "train.lr=1e-4"])
+    path = tmp_path / "c.yaml"
+    path.write_text(dump(config))
+    assert load(path) == config
+    assert config.train.lr == 1e-4
+    assert config.sample.settings[0].weight == 2
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/*.yaml")), ids=str)
+def test_every_shipped_config_loads(path: Path) -> None:
+    assert isinstance(load(path), Config)
+
+
+def test_flag_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("train:\n  steps: 5\n  seed: 3\n")
+    train = load(path, ["--train.steps", "7", "--train.batch_size=2"]).train
+    assert (train.steps, train.seed, train.batch_size, train.num_anchors) == (7, 3, 2, 512)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.stesp=5", ["train.stesp", "'steps'"]),
+        ("trian.steps=5", ["trian", "'train'"]),
+        ("sample.settings=[{temprature: 1}]", ["temprature", "'temperature'"]),
+        ("train.steps='5'", ["train.steps", "integer", "'5'"]),
+        ("train.lr=fast", ["train.lr", "number", "'fast'"]),
+        ("train.lr=null", ["train.lr", "None"]),
+        ("train.lr=-1", ["train.lr", "greater than 0", "-1"]),
+        ("train.steps=0", ["train.steps", "greater than or equal to 1"]),
+        ("draft.markov_head_type=lstm", ["markov_head_type", "vanilla", "lstm"]),
+        ("sample.settings=[{temperature: 0, min_p: 0.1}]", ["min_p", "temperature 0"]),
+        ("train.steps", ["section.key=value"]),
+        ("=5", ["section.key=value"]),
+    ],
+)
+def test_a_wrong_setting_is_named(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [override])
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train:\n  steps: 5\n  steps: 6\n", ["'steps'", "twice", "line 3"]),
+        ("train: [1, 2\n", ["not valid YAML", "line"]),
+        ("- 1\n- 2\n", ["sections"]),
+        ("train:\n", ["'train'", "empty"]),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml"):
+        load(tmp_path / "nothing.yaml")
+
+
+def test_overrides_nest() -> None:
+    assert parse_overrides(["a.b=1", "a.c=[x, 2]", "d=no"]) == {
+        "a": {"b": 1, "c": ["x", 2]},
+        "d": False,
+    }
