@@ -409,7 +409,8 @@ class Trainer:
         if not sys.stderr.isatty():
             left = (self.plan.total_steps - self.step) * self._figures["perf/step_s"]
             shown = " ".join(f"{name} {value}" for name, value in self._shown().items())
-            log.info("step %d of %d: %s, %.0f s left", self.step, self.plan.total_steps, shown, left)
+            total = self.plan.total_steps
+            log.info("step %d of %d: %s, %.0f s left", self.step, total, shown, left)
 
     def _validate(self, journal: Journal) -> Probe:
         """Decode the validation prompts, note the figures, and remember the best step."""

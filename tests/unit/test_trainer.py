@@ -451,7 +451,7 @@ def test_a_row_longer_than_the_target_is_refused(place: Path, tmp_path: Path) ->
     rows = [{"id": "a", "input_ids": [97] * 600, "loss_mask": [1] * 600}]
     write_rows(tmp_path / "rows.jsonl", rows)
     long = f"data.responses=[{tmp_path / 'rows.jsonl'}]"
-    with pytest.raises(DataError, match="a row holds 600 tokens but .* has 512 positions"):
+    with pytest.raises(DataError, match=r"a row holds 600 tokens but .* has 512 positions"):
         run(place, tmp_path / "out", long, "train.steps=1")
     run(place, tmp_path / "out", long, "train.steps=1", "data.max_length=512")
 
