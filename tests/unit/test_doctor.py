@@ -116,6 +116,20 @@ def test_the_counts_are_those_of_training(tokenizer: Any, tmp_path: Path) -> Non
     )
 
 
+def test_a_conversation_counts_as_the_sequences_it_is_trained_as(tmp_path: Path) -> None:
+    stripping: Any = tiny_tokenizer()
+    stripping.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content if loop.last or m.role == 'user' else m.content[:1] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    path = write(tmp_path / "r.jsonl", talk("q", "yes", "r", "no"))
+    data = DataSettings(responses=(path,))
+    report, rows = examine([path], stripping, data), ResponseRows(data, stripping)
+    assert report.answered == report.rejects.read == rows.rejects.read == len(rows) == 2
+    assert report.supervised == len("yes") + len("no") + 2
+
+
 def test_prompts_without_answers_are_fine(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"turns": ["a?", "b?"]}, talk("c?"), {"text": "d?"})
     report = examine([path], tokenizer, DataSettings())
