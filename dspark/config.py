@@ -212,6 +212,9 @@ class EvalSettings(_Settings):
     prompts: tuple[str, ...] = ()
     limit: PositiveInt | None = None
     max_new_tokens: PositiveInt = 256
+    plain_tokens: PositiveInt = 32
+    """Tokens of each prompt over which decoding without the draft is timed; its whole output is
+    compared in any case."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     seed: int = 0

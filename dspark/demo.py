@@ -161,7 +161,7 @@ def _compare_drafts(
 
     def stats(one: DSparkDraftModel) -> AcceptStats:
         each = [
-            replay(target, one, prompt, run.plain.token_ids, params)
+            replay(target, one, prompt, run.plain, params)
             for prompt, run in zip(ids, runs, strict=True)
         ]
         return pooled(each, each[0].block_size)
@@ -183,7 +183,7 @@ def _time_library(target: Target, evaluation: EvalReport) -> dict[str, float]:
     for prompt, one in list(zip(ids, runs, strict=True))[:_TIMED_PROMPTS]:
         tokens, seconds = library_decode(target, prompt, NEW_TOKENS // 2)
         steps += seconds
-        shares.append(agreement(tokens, one.plain.token_ids[: len(tokens)]))
+        shares.append(agreement(tokens, one.plain[: len(tokens)]))
     return {
         "tpot_ms": 1000 * sum(steps) / max(1, len(steps)),
         "agreement": sum(shares) / len(shares),

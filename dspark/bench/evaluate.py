@@ -8,9 +8,10 @@ Acceptance figures are those of `dspark.acceptance`. Beside them, per set and po
 - ``accept_length_macro``: mean of the prompts' own accept lengths.
 - ``tpot_ms``: mean over prompts with more than one new token of (last - first) / (tokens - 1), as
   `sglang.bench_serving` defines it, here without HTTP. ``tpot_ms_plain``: the same loop without a
-  draft on the same prompts, run in turns so that a slow minute of the machine hits both.
+  draft on the same prompts, over the first ``plain_tokens`` tokens of each; in turns, so that a
+  slow minute of the machine hits both.
 - ``tokens_per_s``: new tokens / (prefill + decode time), with the draft.
-- ``lossless``: every prompt's token ids are equal with and without the draft.
+- ``lossless``: every prompt's token ids are equal with and without the draft, to their ends.
 """
 
 import logging
@@ -26,7 +27,14 @@ from dspark.bench.lossless import Comparison, compare, first_difference, seeded
 from dspark.config import EvalSettings
 from dspark.corpus.chat import generation_prompt_ids
 from dspark.corpus.rejects import Reason, Rejects, RowError
-from dspark.decoding import Completion, DecodeParams, SamplingParams, decode, draft_limit
+from dspark.decoding import (
+    Completion,
+    DecodeParams,
+    SamplingParams,
+    decode,
+    decode_plain,
+    draft_limit,
+)
 from dspark.draft import DSparkDraftModel
 from dspark.errors import DataError
 from dspark.progress import Bar
@@ -56,11 +64,15 @@ class PromptRun:
     """One prompt, decoded with the draft and without."""
 
     drafted: Completion
-    plain: Completion
+    plain: list[int]
+    """Token ids without the draft."""
+    plain_timed: Completion
+    """The first of them once more, step by step."""
 
     @property
     def lossless(self) -> bool:
-        return self.drafted.token_ids == self.plain.token_ids
+        timed = self.plain_timed.token_ids
+        return self.drafted.token_ids == self.plain and timed == self.plain[: len(timed)]
 
 
 @dataclass(frozen=True)
@@ -129,7 +141,7 @@ def evaluate(
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
     )
-    runs = _decode_all(target, draft, encoded, params)
+    runs = _decode_all(target, draft, encoded, params, settings.plain_tokens)
     every = [run for one in runs.values() for run in one]
     prompts = [ids for one in encoded.values() for ids in one]
     return EvalReport(
@@ -191,36 +203,31 @@ def _decode_all(
     draft: DSparkDraftModel,
     encoded: Mapping[str, Sequence[Sequence[int]]],
     params: DecodeParams,
+    plain_tokens: int,
 ) -> dict[str, list[PromptRun]]:
+    prompts = [(name, ids) for name, one in encoded.items() for ids in one]
+    seeds = [seeded(params, index) for index in range(len(prompts))]
+    plain = decode_plain(target, [ids for _, ids in prompts], seeds)
     # the first decode pays for allocations and thread start-up
-    warm = next(iter(encoded.values()))[0]
     for one in (draft, None):
-        decode(target, one, warm, replace(params, max_new_tokens=_WARMUP_TOKENS))
-    runs: dict[str, list[PromptRun]] = {}
-    index = 0
-    with Bar("evaluate", sum(map(len, encoded.values()))) as bar:
-        for name, prompts in encoded.items():
-            runs[name] = []
-            for ids in prompts:
-                runs[name].append(_decode_both(target, draft, ids, seeded(params, index), index))
-                index += 1
-                bar.advance(set=name)
+        decode(target, one, prompts[0][1], replace(params, max_new_tokens=_WARMUP_TOKENS))
+    runs: dict[str, list[PromptRun]] = {name: [] for name in encoded}
+    with Bar("evaluate", len(prompts)) as bar:
+        for index, ((name, ids), known, mine) in enumerate(
+            zip(prompts, plain, seeds, strict=True)
+        ):
+            # whoever goes second finds warm caches: take turns
+            done = {}
+            for drafted in (True, False) if index % 2 == 0 else (False, True):
+                budget = min(plain_tokens, mine.max_new_tokens)
+                done[drafted] = (
+                    decode(target, draft, ids, mine)
+                    if drafted
+                    else decode(target, None, ids, replace(mine, max_new_tokens=budget))
+                )
+            runs[name].append(PromptRun(done[True], known, done[False]))
+            bar.advance(set=name)
     return runs
-
-
-def _decode_both(
-    target: Target,
-    draft: DSparkDraftModel,
-    prompt: Sequence[int],
-    params: DecodeParams,
-    index: int,
-) -> PromptRun:
-    # whoever goes second finds warm caches: take turns
-    if index % 2:
-        plain = decode(target, None, prompt, params)
-        return PromptRun(decode(target, draft, prompt, params), plain)
-    drafted = decode(target, draft, prompt, params)
-    return PromptRun(drafted, decode(target, None, prompt, params))
 
 
 def _lossless(
@@ -231,12 +238,12 @@ def _lossless(
     runs: Sequence[PromptRun],
 ) -> dict[str, Comparison]:
     differences = (
-        first_difference(run.drafted.token_ids, run.plain.token_ids, index)
+        first_difference(run.drafted.token_ids, run.plain, index)
         for index, run in enumerate(runs)
     )
     mine = Comparison(
         len(runs),
-        sum(len(run.plain.token_ids) for run in runs),
+        sum(len(run.plain) for run in runs),
         tuple(one for one in differences if one is not None),
     )
     greedy = params.sampling.temperature == 0
@@ -259,7 +266,7 @@ def figures(runs: Sequence[PromptRun], *, seed: int = 0) -> dict[str, Any]:
     tokens = sum(len(run.drafted.token_ids) for run in runs)
     seconds = sum(run.drafted.prefill_s + run.drafted.decode_s for run in runs)
     fast = tpot_ms([run.drafted for run in runs])
-    plain = tpot_ms([run.plain for run in runs])
+    plain = tpot_ms([run.plain_timed for run in runs])
     return {
         "num_prompts": len(runs),
         "num_tokens": tokens,

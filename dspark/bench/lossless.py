@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dspark.decoding import DecodeParams, SamplingParams, decode
+from dspark.decoding import DecodeParams, SamplingParams, decode, decode_plain
 from dspark.draft import DSparkDraftModel
 from dspark.progress import track
 from dspark.target import Target
@@ -92,11 +92,12 @@ def compare(
     """
     found = []
     num_tokens = 0
+    each = [seeded(params, index) for index in range(len(prompts))]
+    plain = decode_plain(target, prompts, each)
     for index, prompt in enumerate(track(prompts, description, len(prompts))):
-        mine = seeded(params, index)
-        without = decode(target, None, prompt, mine).token_ids
-        difference = first_difference(decode(target, draft, prompt, mine).token_ids, without, index)
-        num_tokens += len(without)
+        drafted = decode(target, draft, prompt, each[index]).token_ids
+        difference = first_difference(drafted, plain[index], index)
+        num_tokens += len(plain[index])
         if difference is not None:
             found.append(difference)
     return Comparison(len(prompts), num_tokens, tuple(found))

@@ -40,7 +40,7 @@ def plot_demo(path: Path, runs: Sequence[Path], evaluation: EvalReport) -> None:
     histogram.set(title="rounds by tokens emitted", xlabel="tokens", ylabel="rounds")
 
     every = [run for one in evaluation.runs.values() for run in one]
-    for label, pick in (("plain", "plain"), ("with draft", "drafted")):
+    for label, pick in (("plain", "plain_timed"), ("with draft", "drafted")):
         done = [getattr(run, pick) for run in every]
         tpot = [1000 * c.decode_s / (len(c.token_ids) - 1) for c in done if len(c.token_ids) > 1]
         latency.plot(sorted(tpot), label=label, marker="o", markersize=3)

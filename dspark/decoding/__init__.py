@@ -2,6 +2,7 @@
 check and server share."""
 
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
+from dspark.decoding.plain import decode_plain
 from dspark.decoding.reference_step import ReferenceStep, StepResult, draft_limit
 from dspark.decoding.replay import replay
 from dspark.decoding.sampling import SamplingParams
@@ -15,6 +16,7 @@ __all__ = [
     "StepResult",
     "check_request",
     "decode",
+    "decode_plain",
     "draft_limit",
     "replay",
     "stream",

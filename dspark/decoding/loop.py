@@ -17,7 +17,7 @@ from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.target import Target
 
-__all__ = ["Commit", "Completion", "DecodeParams", "check_request", "decode", "stream"]
+__all__ = ["Commit", "Completion", "DecodeParams", "check_request", "decode", "stop_ids", "stream"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,11 @@ def check_request(target: Target, prompt_tokens: int, max_new_tokens: int) -> No
         )
 
 
+def stop_ids(target: Target, params: DecodeParams) -> frozenset[int]:
+    """Ids that end an output."""
+    return params.stop_ids | (frozenset() if params.ignore_eos else target.eos_ids)
+
+
 def stream(
     target: Target,
     draft: DSparkDraftModel | None,
@@ -107,7 +112,7 @@ def stream(
     check_request(target, len(prompt_ids), 1)
     room = target.max_position_embeddings - len(prompt_ids)
     left = min(params.max_new_tokens, room)
-    stops = params.stop_ids | (frozenset() if params.ignore_eos else target.eos_ids)
+    stops = stop_ids(target, params)
     step = ReferenceStep(
         target,
         draft,

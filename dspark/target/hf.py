@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from dspark.errors import TargetError
 from dspark.kernels.packed_linear import pack_linears
+from dspark.target.lockstep import LockstepCache
 from dspark.target.rows import RowCache, padded_rows
 
 __all__ = ["Features", "Rows", "Target"]
@@ -99,6 +100,11 @@ class Target:
         return self._head.weight.dtype
 
     @property
+    def _window(self) -> int | None:
+        window: int | None = getattr(self.config, "sliding_window", None)
+        return window
+
+    @property
     def embed_weight(self) -> Tensor:  # [V, D]
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
@@ -164,6 +170,23 @@ class Target:
         """Keep the first ``rows`` rows of the last `verify`."""
         cache.commit(rows)
 
+    @torch.no_grad()
+    def step_together(self, cache: LockstepCache, input_ids: Tensor) -> Tensor:
+        """One token of each sequence [M]; their logits [M, V], equal to those of `verify`.
+
+        Nothing is kept until ``cache.commit``.
+        """
+        count = len(input_ids)
+        padded = input_ids.new_full((cache.rows,), int(input_ids[0]))
+        padded[:count] = input_ids
+        out = self._decoder(
+            input_ids=padded[None].to(self.device),
+            position_ids=cache.begin(self._window)[None],
+            use_cache=False,
+            row_cache=cache,
+        )
+        return self.logits(out.last_hidden_state[0])[:count]
+
     def fingerprint(self) -> str:
         """16 hex digits that tie features and drafts to these weights."""
         digest = hashlib.sha256()
@@ -180,7 +203,7 @@ class Target:
 
     def _extend(self, cache: RowCache, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         rows = len(input_ids)
-        cache.begin(rows, getattr(self.config, "sliding_window", None), self.device)
+        cache.begin(rows, self._window, self.device)
         positions = cache.length + torch.arange(rows, device=self.device)
         with self._tapped(cache.layer_ids) as taken:
             out = self._decoder(

@@ -9,6 +9,8 @@ not see changes nothing in it: exp(-inf) adds an exact 0 and rescales by an exac
 Symbols: H query heads, G key/value heads, R rows of one call, N head size, C chunk length.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -32,6 +34,14 @@ def padded_rows(rows: int) -> int:
         if rows <= tile:
             return tile
     raise ValueError(f"a verify step takes at most {_TILES[-1]} rows, got {rows}")
+
+
+class RowAttention(Protocol):
+    """A cache that a layer appends its rows to and attends through."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor: ...
 
 
 class RowCache:
@@ -82,10 +92,30 @@ class RowCache:
         self._values[layer][:, self.length : end] = value
         return self._keys[layer][:, :needed], self._values[layer][:, :needed]
 
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [H, R, N]
+        key: Tensor,  # [G, R, N]
+        value: Tensor,  # [G, R, N]
+        scaling: float,
+    ) -> Tensor:  # [R, H, N]
+        """`append`, then attention over everything that each row may see."""
+        keys, values = self.append(layer, key, value)
+        return row_attention(query, keys, values, self._masks, scaling)
+
     @property
-    def masks(self) -> list[Tensor]:
-        """One [R, C] float32 additive mask a chunk."""
-        return self._masks
+    def device(self) -> torch.device:
+        return next(iter(self._keys.values())).device
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that hold keys."""
+        return tuple(self._keys)
+
+    def committed(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the committed tokens, [G, length, N] float32."""
+        return self._keys[layer][:, : self.length], self._values[layer][:, : self.length]
 
     def commit(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last call."""
@@ -98,7 +128,7 @@ def row_attention(
     query: Tensor,  # [H, R, N]
     key: Tensor,  # [G, chunks * C, N] float32
     value: Tensor,  # [G, chunks * C, N] float32
-    masks: list[Tensor],  # per chunk [R, C] float32
+    masks: list[Tensor],  # per chunk [R, C] (or broadcast to [G, H/G, R, C]) float32
     scaling: float,
 ) -> Tensor:  # [R, H, N] in the dtype of `query`
     """Causal attention in float32, chunk after chunk with a running maximum.
@@ -144,7 +174,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    row_cache: RowCache | None = None,
+    row_cache: RowAttention | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """What a transformers layer calls: the row path inside a decode, SDPA everywhere else."""
@@ -155,9 +185,7 @@ def _attention(
         return out
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = row_cache.append(layer, key[0], value[0])
-    rows = row_attention(query[0], keys, values, row_cache.masks, scale)
-    return rows[None], None
+    return row_cache.attend(layer, query[0], key[0], value[0], scale)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)

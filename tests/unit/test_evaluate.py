@@ -146,8 +146,8 @@ def test_time_per_token_is_the_mean_over_prompts_and_not_the_step_time() -> None
 
 def test_pooled_and_macro_means_differ_as_they_should() -> None:
     runs = [
-        PromptRun(completion(7, [0.1] * 2, kept=2), completion(7, [0.1] * 6)),
-        PromptRun(completion(9, [0.1] * 8), completion(9, [0.1] * 8)),
+        PromptRun(completion(7, [0.1] * 2, kept=2), [0], completion(7, [0.1] * 6)),
+        PromptRun(completion(9, [0.1] * 8), [0], completion(9, [0.1] * 8)),
     ]
     both = figures(runs)
     assert both["accept_length"] == (6 + 8) / 10

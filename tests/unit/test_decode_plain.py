@@ -1,0 +1,77 @@
+"""Prompts decoded side by side give what each gives alone, to the bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dspark.decoding import DecodeParams, SamplingParams, decode, decode_plain
+from dspark.errors import ConfigError
+from dspark.target import Target
+from dspark.target.lockstep import LockstepCache
+from dspark.testing import tiny_target
+
+LENGTHS = (3, 17, 240, 258, 90, 400, 5, 6, 7)
+"""Around the chunk border of 256; nine sequences make a step of 16 rows, eight one of 8."""
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 250, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 8, 9])
+def test_rows_are_equal_to_the_bit(count: int, dtype: torch.dtype, window: int | None) -> None:
+    target = tiny_target()
+    target.config.sliding_window = window
+    target.model.to(dtype)
+    caches = []
+    for ids in prompts()[:count]:
+        cache = target.new_cache()
+        target.prefill(cache, torch.tensor(ids))
+        caches.append(cache)
+    together = LockstepCache(caches, 30)
+    kept = torch.arange(count) % 3 != 1
+    tokens = torch.arange(count) + 5
+    for step in range(25):
+        rows = target.step_together(together, tokens + step)
+        together.commit(kept | (step > 4))
+        for index, cache in enumerate(caches):
+            alone = target.verify(cache, tokens[index : index + 1] + step).logits[0]
+            assert torch.equal(rows[index], alone), (step, index)
+            target.commit(cache, int(kept[index]) if step <= 4 else 1)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_p=0.9, seed=4)])
+def test_outputs_end_where_each_would_alone(target: Target, sampling: SamplingParams) -> None:
+    """Own seeds and budgets, stop ids, the context limit, and more prompts than a step has rows."""
+    many = [*prompts(), *prompts((4, 12, 30, 500, 64, 65, 66, 20, 21))]
+    params = [
+        DecodeParams(
+            40 + index,
+            replace(sampling, seed=index),
+            stop_ids=frozenset(range(0, 250, 9)) if index % 3 == 0 else frozenset(),
+        )
+        for index in range(len(many))
+    ]
+    outputs = decode_plain(target, many, params)
+    lengths = set()
+    for prompt, one, ids in zip(many, params, outputs, strict=True):
+        assert ids == decode(target, None, prompt, one).token_ids
+        lengths.add(len(ids) - one.max_new_tokens)
+    # one filled the context, one was stopped, one used its budget
+    assert len(outputs[12]) == 12
+    assert min(lengths) < -28
+    assert max(lengths) == 0
+
+
+def test_a_prompt_that_fills_the_context_is_refused(target: Target) -> None:
+    with pytest.raises(ConfigError, match="positions"):
+        decode_plain(target, [[5], [5] * 512], [DecodeParams(4)] * 2)
