@@ -20,7 +20,15 @@ __all__ = ["dump", "from_mapping", "load", "merge", "parse_overrides", "save"]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys and reads 1e-4 as the number it is."""
+    """SafeLoader that refuses duplicate keys, reads 1e-4 as a number and `no` as a word."""
+
+    # YAML 1.1 also takes on, off, yes and no for booleans; settings name some of these
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own interface)
+        first: [
+            (tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -34,6 +42,9 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
+_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+    "tag:yaml.org,2002:bool", re.compile(r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"), list("tTfF")
+)
 # YAML 1.1 wants a dot and a signed exponent in a float; people write 1e-4.
 _Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
     "tag:yaml.org,2002:float",

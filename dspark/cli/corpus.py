@@ -97,6 +97,7 @@ def _capture(
     """
     from dspark.corpus.capture import capture
     from dspark.draft.config import default_layer_ids
+    from dspark.export.load import read_config as draft_shape
     from dspark.target import load, load_tokenizer
 
     settings = read_config(
@@ -105,11 +106,11 @@ def _capture(
         override("target.path", target),
         override("capture.out", None if out is None else str(out)),
     )
+    start = settings.draft.init_from
+    given = draft_shape(start).target_layer_ids if start else settings.draft.target_layer_ids
     tokenizer = load_tokenizer(settings.target)
     loaded = load(settings.target)
-    layers = settings.draft.target_layer_ids or default_layer_ids(
-        loaded.num_layers, settings.draft.num_taps
-    )
+    layers = given or default_layer_ids(loaded.num_layers, settings.draft.num_taps)
     report = capture(loaded, tokenizer, settings.data, settings.capture, layers)
     print(f"{settings.capture.out}: {report.rows} rows, {report.tokens:,} tokens")
     finish(report.to_dict(), as_json)

@@ -91,6 +91,10 @@ class DSparkDraftModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
         elif isinstance(module, Qwen3RMSNorm):
             nn.init.ones_(module.weight)
+        elif isinstance(module, MarkovHead):
+            # Adam moves a weight by about the rate, whatever its size: through rows of size 1 the
+            # second matrix learns the frequent pairs in fewer steps, and the bias starts small
+            nn.init.normal_(module.markov_w1.weight)
 
     def attach(self, embed_weight: Tensor, head_weight: Tensor) -> None:
         """Share the target's frozen embedding and output head, both [V, D]."""
@@ -130,7 +134,8 @@ class DSparkDraftModel(PreTrainedModel):
         """Teacher-forced logits of whole blocks: [..., K, D], [..., K] -> [..., K, V]."""
         logits = self.base_logits(hidden)
         if self.markov_head is not None:
-            logits = logits + self.markov_head.bias(self.markov_head.embed(prev_ids), hidden)
+            # in place: vocabulary-wide memory is the most expensive there is
+            logits += self.markov_head.bias(self.markov_head.embed(prev_ids), hidden)
         return logits
 
     def confidence_logits(self, hidden: Tensor, embedding: Tensor | None) -> Tensor | None:

@@ -23,6 +23,16 @@ def test_every_shipped_config_loads(path: Path) -> None:
     assert isinstance(load(path), Config)
 
 
+def test_no_is_a_word_and_false_is_a_boolean(tmp_path: Path) -> None:
+    config = load(None, ["train.mixed_precision=no", "train.gradient_checkpointing=True"])
+    assert config.train.mixed_precision == "no"
+    assert config.train.gradient_checkpointing is True
+    assert load(None, ["train.gradient_checkpointing=false"]).train.gradient_checkpointing is False
+    path = tmp_path / "c.yaml"
+    path.write_text(dump(config))
+    assert load(path) == config
+
+
 def test_flag_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("train:\n  steps: 5\n  seed: 3\n")
