@@ -64,7 +64,7 @@ class LockstepCache:
                 hidden |= key <= query - window
             mask = torch.zeros(hidden.shape, device=query.device)
             mask.masked_fill_(hidden, float("-inf"))
-            self._masks.append(mask.repeat_interleave(groups, 0)[:, None, None])
+            self._masks.append(mask.repeat_interleave(groups, 0)[:, None])
         return torch.nn.functional.pad(self.lengths, (0, self.rows - len(self.lengths)))
 
     def attend(

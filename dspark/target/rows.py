@@ -22,6 +22,7 @@ __all__ = ["ATTENTION_NAME", "CHUNK", "RowCache", "padded_rows", "row_attention"
 ATTENTION_NAME = "dspark_rows"
 CHUNK = 256
 _TILES = (8, 16)
+_LOWEST = torch.finfo(torch.float32).min
 
 
 def padded_rows(rows: int) -> int:
@@ -102,6 +103,10 @@ class RowCache:
     ) -> Tensor:  # [R, H, N]
         """`append`, then attention over everything that each row may see."""
         keys, values = self.append(layer, key, value)
+        if self._masks[0].dim() == 2:
+            # once a call: the heads of a group lie one after the other
+            repeat = query.shape[0] // key.shape[0]
+            self._masks = [mask.repeat(repeat, 1)[None] for mask in self._masks]
         return row_attention(query, keys, values, self._masks, scaling)
 
     @property
@@ -128,7 +133,7 @@ def row_attention(
     query: Tensor,  # [H, R, N]
     key: Tensor,  # [G, chunks * C, N] float32
     value: Tensor,  # [G, chunks * C, N] float32
-    masks: list[Tensor],  # per chunk [R, C] (or broadcast to [G, H/G, R, C]) float32
+    masks: list[Tensor],  # per chunk, broadcast to [G, H/G * R, C], float32
     scaling: float,
 ) -> Tensor:  # [R, H, N] in the dtype of `query`
     """Causal attention in float32, chunk after chunk with a running maximum.
@@ -138,32 +143,29 @@ def row_attention(
     """
     heads, rows, size = query.shape
     groups = key.shape[0]
-    packed = (query.float() * scaling).reshape(groups, heads // groups * rows, size)
+    packed = query.float().reshape(groups, heads // groups * rows, size)
     total: Tensor | None = None
     for index, mask in enumerate(masks):
         chunk = slice(index * CHUNK, (index + 1) * CHUNK)
-        scores = torch.matmul(packed, key[:, chunk].transpose(1, 2))
-        scores = scores.view(groups, heads // groups, rows, CHUNK).add_(mask)
-        scores = scores.view(groups, heads // groups * rows, CHUNK)
-        peak = scores.amax(-1, keepdim=True)
+        scores = torch.baddbmm(mask, packed, key[:, chunk].transpose(1, 2), alpha=scaling)
+        # a row that sees nothing in a chunk has a maximum of -inf: keep exp() away from inf - inf
+        peak = scores.amax(-1, keepdim=True).clamp_min_(_LOWEST)
         if total is None:
             best = peak
         else:
-            # a row with nothing visible so far has best = -inf: keep exp() away from inf - inf
             new = torch.maximum(best, peak)
-            scale = torch.where(best == new, 1.0, torch.exp(best - new))
+            scale = torch.exp(best - new)
             best = new
-        safe = torch.where(best == float("-inf"), 0.0, best)
-        weights = scores.sub_(safe).exp_()
+        weights = scores.sub_(best).exp_()
         mass = weights.sum(-1, keepdim=True)
-        part = torch.matmul(weights, value[:, chunk])
+        part = torch.bmm(weights, value[:, chunk])
         if total is None:
             total, norm = part, mass
         else:
             total = total * scale + part
             norm = norm * scale + mass
     assert total is not None
-    out = (total / norm).view(heads, rows, size)
+    out = total.div_(norm).view(heads, rows, size)
     return out.transpose(0, 1).to(query.dtype)
 
 

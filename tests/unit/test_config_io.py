@@ -90,5 +90,5 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_overrides_nest() -> None:
     assert parse_overrides(["a.b=1", "a.c=[x, 2]", "d=no"]) == {
         "a": {"b": 1, "c": ["x", 2]},
-        "d": False,
+        "d": "no",
     }
