@@ -24,9 +24,7 @@ class _Loader(yaml.SafeLoader):
 
     # YAML 1.1 also takes on, off, yes and no for booleans; settings name some of these
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own interface)
-        first: [
-            (tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"
-        ]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

@@ -1,7 +1,8 @@
 """Errors that a user can cause, each one clear sentence, and the exit code it leads to.
 
 Exit codes of every command: 0 done, 1 a run or a check failed, 2 wrong use (settings, files,
-checkpoints that do not fit). Anything else that escapes is a bug and shows its traceback.
+checkpoints that do not fit). A training that a signal stopped after saving ends with 75, anything
+that Ctrl-C stopped with 130. Anything else that escapes is a bug and shows its traceback.
 """
 
 import difflib

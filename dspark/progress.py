@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["Bar", "track"]
+__all__ = ["Bar", "quiet_transformers", "track"]
 
 T = TypeVar("T")
 
@@ -65,3 +65,10 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
         for item in items:
             yield item
             bar.advance()
+
+
+def quiet_transformers() -> None:
+    """No progress bars of the library's own between ours."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

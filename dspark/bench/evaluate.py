@@ -213,9 +213,7 @@ def _decode_all(
         decode(target, one, prompts[0][1], replace(params, max_new_tokens=_WARMUP_TOKENS))
     runs: dict[str, list[PromptRun]] = {name: [] for name in encoded}
     with Bar("evaluate", len(prompts)) as bar:
-        for index, ((name, ids), known, mine) in enumerate(
-            zip(prompts, plain, seeds, strict=True)
-        ):
+        for index, ((name, ids), known, mine) in enumerate(zip(prompts, plain, seeds, strict=True)):
             # whoever goes second finds warm caches: take turns
             done = {}
             for drafted in (True, False) if index % 2 == 0 else (False, True):
@@ -238,8 +236,7 @@ def _lossless(
     runs: Sequence[PromptRun],
 ) -> dict[str, Comparison]:
     differences = (
-        first_difference(run.drafted.token_ids, run.plain, index)
-        for index, run in enumerate(runs)
+        first_difference(run.drafted.token_ids, run.plain, index) for index, run in enumerate(runs)
     )
     mine = Comparison(
         len(runs),

@@ -21,7 +21,6 @@ __all__ = [
     "Overrides",
     "finish",
     "override",
-    "quiet_transformers",
     "read_config",
     "set_up",
 ]
@@ -48,13 +47,6 @@ def set_up() -> None:
     warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated.*")
 
 
-def quiet_transformers() -> None:
-    """No progress bars of the library's own between ours."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-
-
 def override(path: str, value: Any) -> list[str]:
     """An option of the command line as an override; nothing when it was not given."""
     return [] if value is None else [f"{path}={json.dumps(value)}"]
@@ -69,6 +61,7 @@ def read_config(
         ConfigError: a key or value is wrong.
     """
     from dspark import config_io
+    from dspark.progress import quiet_transformers
 
     quiet_transformers()
     return config_io.load(path, [*(overrides or ()), *(one for group in options for one in group)])

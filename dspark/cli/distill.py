@@ -31,6 +31,7 @@ def _export(
     include_frozen: Annotated[
         bool, typer.Option(help="Also write the target's embedding and head.")
     ] = False,
+    licence: Annotated[str | None, typer.Option(help="SPDX id for the card.")] = None,
     check: Annotated[bool, typer.Option(help="Reload in a clean process and re-measure.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace a foreign directory.")] = False,
     as_json: Json = False,
@@ -39,6 +40,7 @@ def _export(
 
     Example: dspark export outputs/train outputs/draft --target smollm2-135m
     """
+    from dspark.export.card import CardFacts
     from dspark.export.hf import export_draft
     from dspark.target import load, load_tokenizer
 
@@ -53,6 +55,7 @@ def _export(
         format=format,
         include_frozen=include_frozen,
         tokenizer=tokenizer,
+        facts=CardFacts(licence=licence) if licence else None,
         check=check,
         overwrite=overwrite,
     )

@@ -23,8 +23,14 @@ def _serve(
     ] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Proposals a round.")] = None,
     confidence_threshold: Annotated[float, typer.Option(help="0 never cuts a block.")] = 0.0,
+    default_max_tokens: Annotated[
+        int, typer.Option(help="Output limit of a request that names none.")
+    ] = 512,
     max_output_tokens: Annotated[int, typer.Option(help="Most a request may ask for.")] = 8192,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait.")] = 32,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 4 << 20,
+    deadline_s: Annotated[float, typer.Option(help="From arrival to the last token.")] = 600.0,
+    drain_s: Annotated[float, typer.Option(help="For open requests after SIGTERM.")] = 30.0,
 ) -> None:
     """OpenAI-compatible server over target and draft.
 
@@ -45,8 +51,12 @@ def _serve(
     settings = ServeSettings(
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
+        default_max_tokens=default_max_tokens,
         max_output_tokens=max_output_tokens,
         max_queue=max_queue,
+        max_body_bytes=max_body_bytes,
+        deadline_s=deadline_s,
+        drain_s=drain_s,
     )
     tokenizer = load_tokenizer(config.target)
     loaded = load(config.target)
@@ -111,8 +121,8 @@ def _demo(
 
     Example: dspark demo
     """
-    from dspark.cli.common import quiet_transformers
     from dspark.demo import run
+    from dspark.progress import quiet_transformers
 
     quiet_transformers()
     finish(run(out, draft), as_json=True)

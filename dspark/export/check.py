@@ -28,7 +28,7 @@ from dspark.decoding import DecodeParams, decode
 from dspark.draft import DSparkDraftModel
 from dspark.errors import CheckpointError, DSparkError, RunError
 from dspark.export.load import load_draft
-from dspark.progress import track
+from dspark.progress import quiet_transformers, track
 from dspark.target import Target
 
 __all__ = [
@@ -174,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args(argv)
+    quiet_transformers()
     settings = TargetSettings(
         path=args.target, revision=args.revision, device=args.device, dtype=args.dtype
     )

@@ -27,7 +27,7 @@ class _Packed:
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         weight = torch.cat([linear.weight.detach() for linear in linears])
-        biases = [linear.bias for linear in linears if linear.bias is not None]
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR)
         self._bias = torch.cat(biases) if biases else None
         self._sizes = [linear.out_features for linear in linears]

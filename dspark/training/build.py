@@ -126,21 +126,8 @@ def initial_draft(
             draft = DSparkDraftModel(config)
         draft.to(device=target.device, dtype=torch.float32)  # type: ignore[call-arg]
         draft.attach(target.embed_weight, target.head_weight)
-        _calm(draft)
     draft.train()
     return draft
-
-
-@torch.no_grad()
-def _calm(draft: DSparkDraftModel) -> None:
-    """Scale the final norm so that the first logits have unit variance.
-
-    The head was trained for the target's hidden states. Behind a norm of ones it turns random
-    states, in which the anchor's own embedding stands out, into one sure and wrong guess: the loss
-    starts at several times ln V, and the first steps go into taking that back.
-    """
-    assert draft.head_weight is not None
-    draft.norm.weight.fill_(1 / float(draft.head_weight.float().norm(dim=-1).mean()))
 
 
 def restored_draft(

@@ -32,7 +32,7 @@ from dspark.draft.config import DSparkConfig
 from dspark.errors import CheckpointError, ConfigError, DSparkError, RunError
 from dspark.export.check import Probe
 from dspark.export.config_json import ARCHITECTURES, from_json, read_json, to_json
-from dspark.progress import Bar
+from dspark.progress import Bar, quiet_transformers
 from dspark.target import load, load_tokenizer, resolve
 from dspark.training import build, checkpoint, launch, tracker, validation
 from dspark.training.checkpoint import Best, Saved, TrainState
@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    quiet_transformers()
     try:
         report = run(config_io.load(arguments.config, overrides))
     except DSparkError as error:

@@ -1,0 +1,69 @@
+"""Every stage through the command line, on a tiny target: what was learned by heart is accepted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dspark.testing import save_tiny_target
+
+ROOT = Path(__file__).parents[2]
+
+
+def dspark(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dspark", *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_from_prompts_to_a_measured_draft(tmp_path: Path) -> None:
+    target = save_tiny_target(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(12)))
+    responses = tmp_path / "responses.jsonl"
+    common = ["--target", target, "--json"]
+    done = dspark(
+        "sample", *common, "--prompts", prompts, "--out", responses, "--limit", 8,
+        "sample.settings=[{temperature: 0}]", "sample.max_new_tokens=32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["written"] == 8
+
+    done = dspark("doctor", responses, *common)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["rows"]["accepted"] == 8
+
+    run = tmp_path / "run"
+    settings = [
+        f"target.path={target}", f"data.responses=[{responses}]", f"train.output_dir={run}",
+        "draft.num_layers=2", "draft.num_taps=3", "draft.block_size=4", "draft.markov_rank=32",
+        "train.steps=150", "train.batch_size=8", "train.num_anchors=16", "train.lr=0.01",
+        "loss.ce_weight=1.0", f"train.validation_prompts=[{prompts}]", "train.validation_limit=8",
+        "train.validation_max_new_tokens=24",
+    ]  # fmt: skip
+    done = dspark("train", "--json", *settings)
+    assert done.returncode == 0, done.stderr
+    trained = json.loads(done.stdout.splitlines()[-1])
+    # the rows are learned by heart: whole blocks must be kept, not a token here and there
+    assert trained["best_accept_length"] > 3.0
+
+    draft = tmp_path / "draft"
+    done = dspark("export", run, draft, *common)
+    assert done.returncode == 0, done.stderr
+    done = dspark(
+        "eval", *common, "--draft", draft, "--prompts", prompts, "--limit", 8,
+        "--max-new-tokens", 24,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["lossless"] is True
+    assert report["accept_length"] == pytest.approx(trained["best_accept_length"], rel=0.05)
