@@ -5,8 +5,8 @@ has saved (run it again to go on), 130 interrupted.
 """
 
 import sys
+from typing import Any
 
-import click
 import typer
 
 from dspark.cli import corpus, distill, serve
@@ -14,6 +14,11 @@ from dspark.cli.common import set_up
 from dspark.errors import DSparkError
 
 __all__ = ["app", "main"]
+
+# typer's own copy of click's class in new releases, click's in old ones
+_UsageError: Any = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
 
 app = typer.Typer(
     name="dspark",
@@ -36,13 +41,10 @@ def main() -> None:
     except DSparkError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message(), file=sys.stderr)
-        code = 2
-    except click.ClickException as error:
+    except _UsageError as error:
         error.show(file=sys.stderr)
         code = error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
         code = 130
     except BrokenPipeError:
