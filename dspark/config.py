@@ -61,6 +61,9 @@ class DraftSettings(_Settings):
     markov_rank: Annotated[int, Field(ge=0)] = 256
     """Rank of the sequential head (r); 0 leaves it out."""
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    markov_init: Literal["random", "embedding"] = "random"
+    """First weights of the sequential head: embedding takes the principal components of the
+    target's embedding, from which a training of a few steps gets further. Not for `init_from`."""
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     """Feed the previous token's Markov embedding to the confidence head too."""

@@ -50,14 +50,16 @@ _SCRATCH = (
     "draft.init_from=null",
     "draft.num_layers=1",
     "draft.block_size=4",
+    "draft.markov_rank=128",
+    "draft.markov_init=embedding",
     "loss.ce_weight=1.0",
     "train.steps=40",
     "train.num_anchors=48",
-    "train.lr=0.01",
+    "train.lr=0.006",
     "train.validation_prompts=[]",
 )
-"""A start from nothing that learns what some minutes can teach, the most frequent pairs of tokens:
-few slots, one layer, and cross entropy, since L1 hardly moves where q and p share nothing."""
+"""A start from nothing that learns what a minute can teach, the most frequent pairs of tokens: few
+slots, one layer, and cross entropy, since L1 hardly moves where q and p share nothing."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from dspark.draft.config import DSparkConfig
 __all__ = ["ConfidenceHead", "MarkovHead"]
 
 
+_START_SIZE = 3.0
+
+
 class MarkovHead(nn.Module):
     """bias_k = W2 latent_k, latent from the previous token's embedding e_k = W1[prev_k].
 
@@ -35,6 +38,19 @@ class MarkovHead(nn.Module):
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+
+    @torch.no_grad()
+    def start_from(self, embedding: Tensor) -> None:
+        """Set W1 to the first r principal components of ``embedding`` [V, D], each of size 3.
+
+        Tokens that the target treats alike then start alike, so that a pair seen in training tells
+        something about pairs that were not. The size speeds up W2: Adam moves a weight by about
+        the learning rate, whatever it is multiplied with. Needs r <= D.
+        """
+        rows = embedding.float() - embedding.float().mean(0)
+        variances, directions = torch.linalg.eigh(rows.T @ rows / len(rows))
+        scale = variances[-self.rank :].clamp_min(1e-12).rsqrt() * _START_SIZE
+        self.markov_w1.weight.copy_(rows @ directions[:, -self.rank :] * scale)
 
     def embed(self, prev_ids: Tensor) -> Tensor:
         """[...] int64 -> [..., r]."""

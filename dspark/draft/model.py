@@ -91,10 +91,6 @@ class DSparkDraftModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
         elif isinstance(module, Qwen3RMSNorm):
             nn.init.ones_(module.weight)
-        elif isinstance(module, MarkovHead):
-            # Adam moves a weight by about the rate, whatever its size: through rows of size 1 the
-            # second matrix learns the frequent pairs in fewer steps, and the bias starts small
-            nn.init.normal_(module.markov_w1.weight)
 
     def attach(self, embed_weight: Tensor, head_weight: Tensor) -> None:
         """Share the target's frozen embedding and output head, both [V, D]."""

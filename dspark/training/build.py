@@ -117,6 +117,7 @@ def initial_draft(
 
     Raises:
         CheckpointError: `init_from` cannot be read or does not fit the target.
+        ConfigError: the sequential head is too wide for its start from the embedding.
     """
     if settings.init_from is not None:
         draft = load_draft(settings.init_from, target=target, dtype=torch.float32)
@@ -126,6 +127,13 @@ def initial_draft(
             draft = DSparkDraftModel(config)
         draft.to(device=target.device, dtype=torch.float32)  # type: ignore[call-arg]
         draft.attach(target.embed_weight, target.head_weight)
+        if settings.markov_init == "embedding" and draft.markov_head is not None:
+            if config.markov_rank > target.hidden_size:
+                raise ConfigError(
+                    f"draft.markov_init embedding needs draft.markov_rank of at most "
+                    f"{target.hidden_size} (the target's hidden size), got {config.markov_rank}"
+                )
+            draft.markov_head.start_from(target.embed_weight)
     draft.train()
     return draft
 

@@ -164,3 +164,19 @@ def test_confidence_is_float32_under_autocast(target: Target) -> None:
     assert mixed is not None
     assert mixed.dtype == torch.float32
     assert torch.equal(plain, mixed)
+
+
+def test_the_sequential_head_can_start_from_the_embedding() -> None:
+    """Its rows are the embedding's projection on the directions that hold most of its variance."""
+    target = tiny_target()
+    head = tiny_draft(target, markov_rank=8).markov_head
+    assert head is not None
+    head.start_from(target.embed_weight)
+    w1 = head.markov_w1.weight.detach().double()
+    rows = target.embed_weight.detach().double()
+    rows = rows - rows.mean(0)
+    gram = w1.T @ w1 / len(w1)
+    torch.testing.assert_close(gram, 9 * torch.eye(8).double(), atol=1e-3, rtol=0)
+    left = rows - w1 @ torch.linalg.lstsq(w1, rows).solution
+    singular = torch.linalg.svdvals(rows)
+    assert float(left.square().sum()) == pytest.approx(float(singular[8:].square().sum()), rel=1e-4)
