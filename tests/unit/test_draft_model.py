@@ -4,9 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark.config import DraftSettings
 from dspark.draft import Blocks, DSparkDraftModel, sample_blocks
+from dspark.draft.config import config_for_target
+from dspark.errors import ConfigError
 from dspark.target import Target
 from dspark.testing import tiny_draft, tiny_target
+from dspark.training.build import initial_draft
 
 KINDS = ("vanilla", "gated", "rnn")
 
@@ -180,3 +184,13 @@ def test_the_sequential_head_can_start_from_the_embedding() -> None:
     left = rows - w1 @ torch.linalg.lstsq(w1, rows).solution
     singular = torch.linalg.svdvals(rows)
     assert float(left.square().sum()) == pytest.approx(float(singular[8:].square().sum()), rel=1e-4)
+
+
+def test_a_head_wider_than_the_embedding_cannot_start_from_it() -> None:
+    target = tiny_target()
+    settings = DraftSettings(
+        num_layers=1, num_taps=2, markov_rank=target.hidden_size + 1, markov_init="embedding"
+    )
+    shape = config_for_target(target.config, settings, mask_token_id=target.vocab_size - 1)
+    with pytest.raises(ConfigError, match=r"markov_rank .* 64 .* got 65"):
+        initial_draft(shape, settings, target, seed=0)
