@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dspark import config_io, provenance
 from dspark import target as targets
 from dspark.acceptance import AcceptStats, pooled
@@ -26,7 +28,6 @@ from dspark.corpus.capture import capture
 from dspark.corpus.prompts import read_prompts
 from dspark.corpus.sampler import sample_responses
 from dspark.decoding import DecodeParams, replay
-from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError, RunError
 from dspark.export.hf import export_draft
 from dspark.export.load import load_draft, read_config
@@ -45,7 +46,7 @@ NUM_PROMPTS = 16
 NEW_TOKENS = 64
 _SERVED_PROMPTS = 2
 _LIBRARY_TOKENS = 24
-PLAIN_TOKENS = 9
+PLAIN_TOKENS = 6
 _SCRATCH = (
     "draft.init_from=null",
     "draft.num_layers=1",
@@ -53,7 +54,7 @@ _SCRATCH = (
     "draft.markov_rank=128",
     "draft.markov_init=embedding",
     "loss.ce_weight=1.0",
-    "train.steps=40",
+    "train.steps=34",
     "train.num_anchors=48",
     "train.lr=0.006",
     "train.validation_prompts=[]",
@@ -118,7 +119,7 @@ def run(out: Path, released: Path) -> dict[str, Any]:
     log.info("6/6 serve")
     messages = read_sets(settings.prompts)["heldout"][:_SERVED_PROMPTS]
     with running(target, draft, tokenizer) as address:
-        served = measure(address, list(messages), max_tokens=NEW_TOKENS // 2)
+        served = measure(address, list(messages), max_tokens=NEW_TOKENS // 4)
     report = _report(config, evaluation, drafts, library, sampled.to_dict())
     report["served"] = served.to_dict()
     report["export_check"] = record.get("check")
@@ -190,21 +191,19 @@ def _compare_drafts(
     """The other two along the outputs that were just decoded with the new one."""
     params = DecodeParams(NEW_TOKENS)
     ids, runs = evaluation.prompt_ids["heldout"], evaluation.runs["heldout"]
-
-    def stats(one: DSparkDraftModel) -> AcceptStats:
-        each = [
-            replay(target, one, prompt, run.plain, params)
-            for prompt, run in zip(ids, runs, strict=True)
-        ]
-        return pooled(each, each[0].block_size)
-
-    scratch = read_source(find_checkpoint(scratch_run), target).draft
-    after = [run.drafted.stats for run in runs]
-    return _Drafts(
-        before=stats(load_draft(released, target=target)),
-        after=pooled(after, after[0].block_size),
-        scratch=stats(scratch.to(target.device)),
+    drafts = (
+        load_draft(released, target=target),
+        read_source(find_checkpoint(scratch_run), target).draft.to(target.device),
     )
+    each: list[list[AcceptStats]] = [[], []]
+    for prompt, run in zip(ids, runs, strict=True):
+        # both read the same layers
+        taps = target.features(torch.tensor([[*prompt, *run.plain]]), drafts[0].layer_ids).taps[0]
+        for stats, draft in zip(each, drafts, strict=True):
+            stats.append(replay(target, draft, prompt, run.plain, params, taps=taps))
+    before, scratch = (pooled(stats, stats[0].block_size) for stats in each)
+    after = [run.drafted.stats for run in runs]
+    return _Drafts(before, pooled(after, after[0].block_size), scratch)
 
 
 def _time_library(target: Target, evaluation: EvalReport) -> dict[str, float]:

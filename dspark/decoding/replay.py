@@ -9,6 +9,7 @@ times faster than decoding, and the counts are those of `decode`.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from dspark.acceptance import AcceptStats
 from dspark.decoding.loop import DecodeParams
@@ -25,11 +26,13 @@ def replay(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     params: DecodeParams,
+    *,
+    taps: Tensor | None = None,  # [S, F*D] of prompt and output
 ) -> AcceptStats:
     """The rounds that `decode` would take to produce ``output_ids`` with ``draft``.
 
     ``output_ids`` is what `decode` gave with the same prompt and parameters, its stop token
-    included.
+    included. ``taps`` saves the forward pass when several drafts read the same layers.
 
     Raises:
         ConfigError: the draft settings are out of range.
@@ -38,7 +41,8 @@ def replay(
     stats = AcceptStats(limit)
     output = torch.tensor(output_ids, device=target.device)
     ids = torch.cat([torch.tensor(prompt_ids, device=target.device), output])
-    taps = target.features(ids[None], draft.layer_ids).taps[0]
+    if taps is None:
+        taps = target.features(ids[None], draft.layer_ids).taps[0]
     proposer = Proposer(draft, params.sampling, threshold=params.confidence_threshold)
     room = target.max_position_embeddings - len(prompt_ids)
     budget = min(params.max_new_tokens, room)
