@@ -292,11 +292,11 @@ def tpot_ms(completions: Sequence[Completion]) -> float | None:
 def bootstrap_interval(
     stats: Sequence[AcceptStats], *, seed: int = 0, resamples: int = _RESAMPLES
 ) -> tuple[float, float] | None:
-    """95% percentile interval of the pooled accept length over prompts; None without a round."""
+    """95% percentile interval of the pooled accept length; None for fewer than two prompts."""
     counts = torch.tensor(
         [(one.emitted, one.rounds) for one in stats if one.rounds], dtype=torch.float64
     ).reshape(-1, 2)
-    if not len(counts):
+    if len(counts) < 2:
         return None
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(counts), (resamples, len(counts)), generator=generator)

@@ -15,6 +15,7 @@ from dspark.errors import DSparkError
 
 __all__ = ["app", "main"]
 
+_INTERRUPTED = 130
 # typer's own copy of click's class in new releases, click's in old ones
 _UsageError: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
@@ -36,8 +37,12 @@ serve.register(app)
 def main() -> None:
     """Run the command line and exit with its code; users' mistakes end in one sentence."""
     set_up()
+    interrupted = "interrupted; the same command goes on where this one stopped"
     try:
         code = app(standalone_mode=False)
+        if code == _INTERRUPTED:
+            # new releases of typer catch the signal themselves
+            print(interrupted, file=sys.stderr)
     except DSparkError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -45,8 +50,8 @@ def main() -> None:
         error.show(file=sys.stderr)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
-        code = 130
+        print(interrupted, file=sys.stderr)
+        code = _INTERRUPTED
     except BrokenPipeError:
         # the reader of our output has left, which is its right
         sys.stderr.close()

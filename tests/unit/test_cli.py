@@ -44,3 +44,18 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_two(
     assert message in said
     assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dspark.demo.run", stopped)
+    monkeypatch.setattr(sys, "argv", ["dspark", "demo"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
+    assert capsys.readouterr().err.count("the same command goes on") == 1
