@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark.target.rows import CHUNK, RowCache, padded_rows, row_attention
+from dspark.target.rows import CHUNK, RowCache, chunk_masks, padded_rows, row_attention
 
 __all__ = ["LockstepCache"]
 
@@ -55,16 +55,10 @@ class LockstepCache:
     def begin(self, window: int | None) -> Tensor:
         """Prepare the masks of a call; the rows' positions [R], the padding's 0."""
         groups = next(iter(self._keys.values())).shape[1]
-        query = self.lengths[:, None]
-        self._masks = []
-        for first in range(0, int(self.lengths.max()) + 1, CHUNK):
-            key = first + torch.arange(CHUNK, device=query.device)[None, :]
-            hidden = key > query
-            if window is not None:
-                hidden |= key <= query - window
-            mask = torch.zeros(hidden.shape, device=query.device)
-            mask.masked_fill_(hidden, float("-inf"))
-            self._masks.append(mask.repeat_interleave(groups, 0)[:, None])
+        self._masks = [
+            mask.repeat_interleave(groups, 0)[:, None]
+            for mask in chunk_masks(self.lengths, int(self.lengths.max()) + 1, window)
+        ]
         return torch.nn.functional.pad(self.lengths, (0, self.rows - len(self.lengths)))
 
     def attend(

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-__all__ = ["ATTENTION_NAME", "CHUNK", "RowCache", "padded_rows", "row_attention"]
+__all__ = ["ATTENTION_NAME", "CHUNK", "RowCache", "chunk_masks", "padded_rows", "row_attention"]
 
 ATTENTION_NAME = "dspark_rows"
 CHUNK = 256
@@ -35,6 +35,24 @@ def padded_rows(rows: int) -> int:
         if rows <= tile:
             return tile
     raise ValueError(f"a verify step takes at most {_TILES[-1]} rows, got {rows}")
+
+
+def chunk_masks(
+    positions: Tensor,  # [R] int64, of the rows
+    end: int,
+    window: int | None,
+) -> list[Tensor]:  # each [R, C] float32: 0 where a row sees a key, else -inf
+    """What rows may see of keys 0..``end`` - 1: up to themselves, at most ``window`` back."""
+    query = positions[:, None]
+    masks = []
+    for first in range(0, end, CHUNK):
+        key = first + torch.arange(CHUNK, device=positions.device)[None, :]
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        mask = torch.zeros(hidden.shape, device=positions.device)
+        masks.append(mask.masked_fill_(hidden, float("-inf")))
+    return masks
 
 
 class RowAttention(Protocol):
@@ -63,16 +81,8 @@ class RowCache:
     def begin(self, rows: int, window: int | None, device: torch.device) -> None:
         """Prepare the masks of a call of ``rows`` rows that start at the cursor."""
         self._rows = rows
-        query = self.length + torch.arange(rows, device=device)[:, None]
-        end = self.length + rows
-        self._masks = []
-        for first in range(0, end, CHUNK):
-            key = first + torch.arange(CHUNK, device=device)[None, :]
-            hidden = key > query
-            if window is not None:
-                hidden |= key <= query - window
-            mask = torch.zeros(rows, CHUNK, device=device)
-            self._masks.append(mask.masked_fill_(hidden, float("-inf")))
+        positions = self.length + torch.arange(rows, device=device)
+        self._masks = chunk_masks(positions, self.length + rows, window)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write [G, R, N] behind the cursor; return whole chunks, [G, chunks * C, N] float32."""
