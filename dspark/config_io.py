@@ -114,7 +114,8 @@ def _sentence(error: Any, source: str) -> str:
     dotted = ".".join(str(part) for part in path)
     if error["type"] == "extra_forbidden":
         known = list(_known_keys(path[:-1], Config))
-        hint = nearest(str(path[-1]), known) or f" (known: {', '.join(known)})"
+        section = "".join(f"{part}." for part in path[:-1])
+        hint = nearest(str(path[-1]), known, section) or f" (known: {', '.join(known)})"
         return f"{source}: unknown key '{dotted}'{hint}"
     message = error["msg"].removeprefix("Value error, ")
     value = error.get("input")

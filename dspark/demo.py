@@ -278,6 +278,6 @@ def _print(report: dict[str, Any], out: Path) -> None:
         [
             ["released, before this run", report["tau_before"]],
             [f"after {report['steps']} more steps", report["tau_after"]],
-            ["a minute from nothing", report["tau_from_scratch"]],
+            ["from nothing, about as long", report["tau_from_scratch"]],
         ],
     )

@@ -52,7 +52,10 @@ class RunError(DSparkError):
     exit_code = 1
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the closest of ``known``, or an empty string."""
+def nearest(name: str, known: Iterable[str], section: str = "") -> str:
+    """`` (did you mean 'x'?)`` for the closest of ``known``, or an empty string.
+
+    ``section`` (`train.`) is shown in front of it.
+    """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+    return f" (did you mean '{section}{close[0]}'?)" if close else ""

@@ -1,6 +1,5 @@
 """`dspark sample`, `doctor` and `capture`."""
 
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +8,6 @@ import typer
 from dspark.cli.common import ConfigFile, Json, Overrides, finish, override, read_config
 
 __all__ = ["register"]
-
-log = logging.getLogger(__name__)
 
 Target = Annotated[str | None, typer.Option(help="Directory, hub id or known name.")]
 
@@ -46,8 +43,6 @@ def _sample(
         raise ConfigError("sample.prompts is empty; give --prompts with files, globs or hub ids")
     rejects = Rejects()
     rows = read_prompts(settings.sample.prompts, settings.sample.limit, rejects)
-    if rejects.rejected:
-        log.warning("%s", rejects.summary())
     tokenizer = load_tokenizer(settings.target)
     report = sample_responses(load(settings.target), tokenizer, rows, settings.sample)
     print(

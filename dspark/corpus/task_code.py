@@ -1,6 +1,6 @@
 """Python tasks: functions with a docstring and true examples, and questions around code.
 
-A function is one expression, either listed in `task_words.FUNCTIONS` or composed of a filter, a map
+A function is one expression, either listed in `task_functions` or composed of a filter, a map
 and a reducer; its examples are computed by running it.
 """
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from math import prod
 
+from dspark.corpus.task_functions import FUNCTIONS
 from dspark.corpus.task_grammar import grammar, join
-from dspark.corpus.task_words import FUNCTIONS, WORDS
+from dspark.corpus.task_words import WORDS
 
 __all__ = ["code_chat", "described_function", "function_task", "output_question", "snippet"]
 
@@ -180,7 +181,7 @@ def _argument(rng: random.Random, name: str) -> object:
 
 
 def _known_function(rng: random.Random) -> _Function:
-    """One of the functions listed in `task_words.FUNCTIONS`, with fresh examples."""
+    """One of the functions listed in `task_functions`, with fresh examples."""
     head, doc, expression = rng.choice(FUNCTIONS.strip().split("\n")).split("|", 2)
     name, _, inside = head.rstrip(")").partition("(")
     arguments = tuple(inside.split(", "))

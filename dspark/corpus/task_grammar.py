@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
-from dspark.corpus.task_words import PATTERNS, WORDS
+from dspark.corpus.task_patterns import PATTERNS
+from dspark.corpus.task_words import WORDS
 
 __all__ = ["Grammar", "grammar", "join"]
 

@@ -75,8 +75,12 @@ def measure(
 
 
 def save_probe(directory: Path, probe: Probe) -> None:
-    """Write ``probe`` as `check.json`."""
-    provenance.write_json(directory / PROBE_NAME, asdict(probe))
+    """Write ``probe`` as `check.json`, a prompt a line."""
+    fields = {key: json.dumps(value) for key, value in asdict(probe).items()}
+    prompts = ",\n    ".join(json.dumps(ids) for ids in probe.prompt_ids)
+    fields["prompt_ids"] = f"[\n    {prompts}\n  ]"
+    body = ",\n".join(f'  "{key}": {text}' for key, text in fields.items())
+    provenance.write_text(directory / PROBE_NAME, f"{{\n{body}\n}}\n")
 
 
 def read_probe(directory: Path) -> Probe:

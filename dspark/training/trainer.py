@@ -268,7 +268,8 @@ class Trainer:
             self.step, self.best, self.last = saved.state.step, saved.state.best, saved.path
             self._tracker_run = saved.state.tracker_run
             self.monitor.restore(saved.state.window, saved.state.window_steps)
-            log.info("going on from %s", saved.path)
+            done = self.step >= self.plan.total_steps
+            log.info("%s %s", "finished before:" if done else "going on from", saved.path)
         self._describe()
 
     def train(self) -> str:

@@ -6,8 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
+from dspark import target as targets
+from dspark.config import TargetSettings
+from dspark.export.load import load_draft
+from dspark.serving.server import running
 from dspark.testing import save_tiny_target
 
 ROOT = Path(__file__).parents[2]
@@ -67,3 +72,17 @@ def test_from_prompts_to_a_measured_draft(tmp_path: Path) -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["lossless"] is True
     assert report["accept_length"] == pytest.approx(trained["best_accept_length"], rel=0.05)
+
+    settings = TargetSettings(path=str(target))
+    loaded = targets.load(settings)
+    with running(loaded, load_draft(draft, target=loaded), targets.load_tokenizer(settings)) as address:
+        answer = httpx.post(
+            f"{address}/v1/chat/completions",
+            json={
+                "messages": [{"role": "user", "content": "say 0"}],
+                "temperature": 0,
+                "max_tokens": 24,
+            },
+        ).json()
+    # every slot of the block was kept, and the bonus token came on top
+    assert answer["dspark"]["accept_histogram"][4 + 1] > 0

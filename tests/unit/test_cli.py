@@ -13,9 +13,9 @@ from dspark.cli import main
     [
         (["sample"], "sample.prompts"),
         (["sample", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["sample", "--prompts", "x", "sample.sed=1"], "'seed'"),
+        (["sample", "--prompts", "x", "sample.sed=1"], "'sample.seed'"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["train", "train.stesp=1"], "'steps'"),
+        (["train", "train.stesp=1"], "'train.steps'"),
         (["train", "train.features=offline"], "data.shards"),
         (["capture", "draft.init_from=nowhere"], "nowhere"),
         (["export", "nowhere", "there"], "nowhere"),

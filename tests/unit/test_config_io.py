@@ -43,9 +43,9 @@ def test_flag_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.stesp=5", ["train.stesp", "'steps'"]),
+        ("train.stesp=5", ["train.stesp", "'train.steps'"]),
         ("trian.steps=5", ["trian", "'train'"]),
-        ("sample.settings=[{temprature: 1}]", ["temprature", "'temperature'"]),
+        ("sample.settings=[{temprature: 1}]", ["temprature", "'sample.settings.0.temperature'"]),
         ("train.steps='5'", ["train.steps", "integer", "'5'"]),
         ("train.lr=fast", ["train.lr", "number", "'fast'"]),
         ("train.lr=null", ["train.lr", "None"]),
