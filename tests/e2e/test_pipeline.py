@@ -73,9 +73,9 @@ def test_from_prompts_to_a_measured_draft(tmp_path: Path) -> None:
     assert report["lossless"] is True
     assert report["accept_length"] == pytest.approx(trained["best_accept_length"], rel=0.05)
 
-    settings = TargetSettings(path=str(target))
-    loaded = targets.load(settings)
-    with running(loaded, load_draft(draft, target=loaded), targets.load_tokenizer(settings)) as address:
+    of = TargetSettings(path=str(target))
+    loaded = targets.load(of)
+    with running(loaded, load_draft(draft, target=loaded), targets.load_tokenizer(of)) as address:
         answer = httpx.post(
             f"{address}/v1/chat/completions",
             json={
