@@ -6,7 +6,7 @@ of one run read the same target, template and seed. Reading and overriding: `con
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 __all__ = [
     "CaptureSettings",
@@ -27,7 +27,9 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class TargetSettings(_Settings):
@@ -107,6 +109,13 @@ class SampleSettings(_Settings):
     batch_size: PositiveInt = 16
     """Rows decoded together by the in-process sampler."""
     seed: int = 0
+
+    @field_validator("settings")
+    @classmethod
+    def _at_least_one(cls, settings: tuple[SamplingSetting, ...]) -> tuple[SamplingSetting, ...]:
+        if not settings:
+            raise ValueError("must hold at least one setting, such as {temperature: 1}")
+        return settings
 
 
 class DataSettings(_Settings):

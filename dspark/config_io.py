@@ -32,8 +32,10 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise ConfigError(f"line {line}: the key {key!r} is no word; settings have names")
             if key in seen:
-                line = key_node.start_mark.line + 1
                 raise ConfigError(f"line {line}: the key '{key}' stands twice; keep one of them")
             seen.add(key)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
@@ -61,6 +63,9 @@ def _parse(text: str, source: str) -> Any:
         raise ConfigError(f"{source} is not valid YAML{where}: {problem}") from error
     except ConfigError as error:
         raise ConfigError(f"{source}, {error}") from None
+    except ValueError as error:
+        # what looks like a date or says it is a number, and is none
+        raise ConfigError(f"{source} holds a value that is none: {error}") from None
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -109,6 +114,13 @@ def _known_keys(path: Sequence[str | int], model: type[BaseModel]) -> Iterable[s
     return model.model_fields
 
 
+# pydantic names Python's types where a user writes YAML
+_WANTED = {
+    "tuple_type": "must be a list such as [a, b]",
+    "model_type": "must be keys with values such as {key: value}",
+}
+
+
 def _sentence(error: Any, source: str) -> str:
     path = [part for part in error["loc"] if part != "__root__"]
     dotted = ".".join(str(part) for part in path)
@@ -117,7 +129,7 @@ def _sentence(error: Any, source: str) -> str:
         section = "".join(f"{part}." for part in path[:-1])
         hint = nearest(str(path[-1]), known, section) or f" (known: {', '.join(known)})"
         return f"{source}: unknown key '{dotted}'{hint}"
-    message = error["msg"].removeprefix("Value error, ")
+    message = _WANTED.get(error["type"]) or error["msg"].removeprefix("Value error, ")
     value = error.get("input")
     shown = "" if isinstance(value, dict | BaseModel) else f", got {value!r}"
     return f"{source}: {dotted}: {message[0].lower()}{message[1:]}{shown}"
@@ -165,6 +177,9 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     for section, value in tree.items():
         if value is None:
             raise ConfigError(f"{source}: section '{section}' is empty; give it keys or remove it")
+        # an override would take its place without a word
+        if section in Config.model_fields and not isinstance(value, dict):
+            raise ConfigError(f"{source}: section '{section}' must hold keys, got {value!r}")
     return from_mapping(merge(tree, parse_overrides(overrides)), source)
 
 

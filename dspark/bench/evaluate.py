@@ -129,6 +129,7 @@ def evaluate(
 
     Raises:
         DataError: a set has no prompt that can be decoded.
+        TargetError: the tokenizer has no chat template.
         ConfigError: a setting is out of range.
     """
     encoded, rejects = _encode_all(target, tokenizer, prompt_sets, settings.limit, thinking)
@@ -143,6 +144,13 @@ def evaluate(
     )
     runs = _decode_all(target, draft, encoded, params, settings.plain_tokens)
     every = [run for one in runs.values() for run in one]
+    counts = pooled((run.drafted.stats for run in every), most)
+    if counts.proposed and not counts.accepted:
+        log.warning(
+            "none of the %d drafted tokens was accepted: the draft is untrained, or its weights "
+            "are read with another meaning than they were trained",
+            counts.proposed,
+        )
     prompts = [ids for one in encoded.values() for ids in one]
     return EvalReport(
         sets={name: figures(one, seed=settings.seed) for name, one in runs.items()},
@@ -180,7 +188,7 @@ def _encode_all(
             except RowError as error:
                 rejects.add(error, f"{name}:{index}")
         if not encoded[name]:
-            why = rejects.summary() or "it is empty"
+            why = rejects.explained() or "it is empty"
             raise DataError(f"prompt set '{name}' holds no prompt that can be decoded: {why}")
     if not encoded:
         raise DataError("there is no prompt set to evaluate")
@@ -191,7 +199,9 @@ def _encode_all(
 
 def _encode(target: Target, tokenizer: Any, prompt: Prompt, thinking: bool | None) -> list[int]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    ids = generation_prompt_ids(tokenizer, [dict(one) for one in messages], thinking)
+    ids = generation_prompt_ids(
+        tokenizer, [dict(one) for one in messages], thinking, vocab_size=target.vocab_size
+    )
     room = target.max_position_embeddings
     if len(ids) >= room:
         raise RowError(Reason.PROMPT_TOO_LONG, f"{len(ids)} tokens, the target has {room}")

@@ -25,6 +25,7 @@ def _sample(
 
     Example: dspark sample --target smollm2-135m --prompts data/prompts/demo.jsonl --limit 8
     """
+    from dspark.corpus.chat import check_template
     from dspark.corpus.prompts import read_prompts
     from dspark.corpus.rejects import Rejects
     from dspark.corpus.sampler import sample_responses
@@ -44,6 +45,7 @@ def _sample(
     rejects = Rejects()
     rows = read_prompts(settings.sample.prompts, settings.sample.limit, rejects)
     tokenizer = load_tokenizer(settings.target)
+    check_template(tokenizer)
     report = sample_responses(load(settings.target), tokenizer, rows, settings.sample)
     print(
         f"{settings.sample.out}: {report.written} rows written, {report.resumed} there already, "
@@ -91,6 +93,7 @@ def _capture(
     Example: dspark capture -c configs/smollm2-135m-dspark.yaml
     """
     from dspark.corpus.capture import capture
+    from dspark.corpus.chat import check_template
     from dspark.draft.config import default_layer_ids
     from dspark.export.load import read_config as draft_shape
     from dspark.target import load, load_tokenizer
@@ -104,6 +107,7 @@ def _capture(
     start = settings.draft.init_from
     given = draft_shape(start).target_layer_ids if start else settings.draft.target_layer_ids
     tokenizer = load_tokenizer(settings.target)
+    check_template(tokenizer)
     loaded = load(settings.target)
     layers = given or default_layer_ids(loaded.num_layers, settings.draft.num_taps)
     report = capture(loaded, tokenizer, settings.data, settings.capture, layers)

@@ -87,7 +87,9 @@ def _eval(
     from dspark.bench.evaluate import evaluate
     from dspark.bench.prompt_sets import read_sets
     from dspark.bench.report import environment, print_evaluation
+    from dspark.corpus.chat import check_template
     from dspark.export.load import load_draft
+    from dspark.export.template import warn_of_another
     from dspark.target import load, load_tokenizer
 
     settings = read_config(
@@ -104,6 +106,8 @@ def _eval(
     )
     sets = read_sets(settings.eval.prompts)
     tokenizer = load_tokenizer(settings.target)
+    check_template(tokenizer)
+    warn_of_another(draft, tokenizer)
     loaded = load(settings.target)
     report = evaluate(
         loaded,

@@ -37,6 +37,7 @@ def _serve(
     Example: dspark serve --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block8
     """
     from dspark.export.load import load_draft
+    from dspark.export.template import warn_of_another
     from dspark.serving.server import serve
     from dspark.serving.settings import ServeSettings
     from dspark.target import load, load_tokenizer
@@ -59,6 +60,8 @@ def _serve(
         drain_s=drain_s,
     )
     tokenizer = load_tokenizer(config.target)
+    if draft:
+        warn_of_another(draft, tokenizer)
     loaded = load(config.target)
     serve(
         loaded,

@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
 from dspark.corpus.messages import Message
 from dspark.corpus.rejects import Reason, RowError
 from dspark.errors import TargetError
@@ -33,7 +31,6 @@ __all__ = [
 
 # How many tokens a template may need to close an empty think pair: `\n\n</think>\n\n` is 3 or 4.
 _LONGEST_CLOSING = 8
-_RENDER_ERRORS = (TemplateError, TypeError, KeyError, ValueError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -52,12 +49,7 @@ def check_template(tokenizer: Any) -> None:
     Raises:
         TargetError: there is no chat template, or it raises, or it renders nothing.
     """
-    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-    if not getattr(tokenizer, "chat_template", None):
-        raise TargetError(
-            f"the tokenizer of '{name}' has no chat template; take the instruction-tuned model's "
-            "tokenizer, or put its template into chat_template.jinja beside tokenizer.json"
-        )
+    name = _name(tokenizer)
     try:
         ids = generation_prompt_ids(tokenizer, [{"role": "user", "content": "Hello?"}])
     except RowError as error:
@@ -79,16 +71,25 @@ def template_hash(tokenizer: Any) -> str:
 
 
 def generation_prompt_ids(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    thinking: bool | None = None,
+    *,
+    vocab_size: int | None = None,
 ) -> list[int]:
     """Ids of ``messages`` and the header of the assistant's next turn.
 
-    ``thinking`` is passed to the template as `enable_thinking` unless it is None.
+    ``thinking`` is passed to the template as `enable_thinking` unless it is None. A tokenizer may
+    know more ids than the target has rows for; ``vocab_size`` is the target's.
 
     Raises:
-        RowError: the template refuses these messages.
+        RowError: the template refuses these messages, or an id is not below ``vocab_size``.
+        TargetError: there is no chat template.
     """
-    return _ids(tokenizer, messages, thinking, prompt=True)
+    ids = _ids(tokenizer, messages, thinking, prompt=True)
+    if vocab_size is not None and ids and max(ids) >= vocab_size:
+        raise RowError(Reason.ID_OUT_OF_VOCABULARY, f"{max(ids)}, vocabulary {vocab_size}")
+    return ids
 
 
 def render(
@@ -109,11 +110,17 @@ def render(
 
 
 def render_turns(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, thinking: bool | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    thinking: bool | None = None,
+    cut: bool = False,
 ) -> list[Rendered]:
     """The fewest sequences in which every assistant turn is supervised once, in served context.
 
-    Messages behind the last assistant turn are left out. Raises as `render` does.
+    Messages behind the last assistant turn are left out. ``cut`` says that the last answer was
+    stopped by length: its sequence then ends before the end-of-turn token, which the target has
+    not produced. Raises as `render` does.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -128,6 +135,8 @@ def render_turns(
                 sequence.loss_mask[start:end] = [0] * (end - start)
         left -= spans.keys()
         rendered.append(sequence)
+    if cut and rendered[0].input_ids[-1] in _special_ids(tokenizer):
+        del rendered[0].input_ids[-1], rendered[0].loss_mask[-1]
     return rendered[::-1]
 
 
@@ -237,8 +246,16 @@ def _template(tokenizer: Any) -> str:
     try:
         template: str = tokenizer.get_chat_template()
     except ValueError as error:
-        raise TargetError(f"the tokenizer has no usable chat template: {error}") from error
+        raise TargetError(
+            f"the tokenizer of '{_name(tokenizer)}' has no chat template; take the "
+            "instruction-tuned model's tokenizer, or put its template into chat_template.jinja "
+            "beside tokenizer.json"
+        ) from error
     return template
+
+
+def _name(tokenizer: Any) -> str:
+    return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
 
 
 def _ids(
@@ -248,6 +265,7 @@ def _ids(
     *,
     prompt: bool = False,
 ) -> list[int]:
+    _template(tokenizer)  # without one no row can be rendered, and that is no row's fault
     try:
         ids = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -256,7 +274,8 @@ def _ids(
             return_dict=False,
             **_switch(thinking),
         )
-    except _RENDER_ERRORS as error:
+    # a template is the model's own program and raises whatever it likes over its input
+    except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise RowError(Reason.TEMPLATE_ERROR, first[:200]) from error
     return list(ids)

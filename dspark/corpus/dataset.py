@@ -117,7 +117,7 @@ class ResponseRows:
         if not self._rows:
             raise DataError(
                 f"no row of {', '.join(data.responses)} has {data.min_supervised_tokens} "
-                f"supervised tokens within {data.max_length}: {self.rejects.summary()}"
+                f"supervised tokens within {data.max_length}: {self.rejects.explained()}"
             )
         if self.rejects.rejected:
             log.warning("%s", self.rejects.summary())

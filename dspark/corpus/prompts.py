@@ -71,7 +71,7 @@ def _prompts(sources: Sequence[str], rejects: Rejects) -> Iterator[Prompt]:
             seen.add(prompt.id)
             yield prompt
         if not good:
-            why = rejects.summary() if rejects.rejected > before else "it is empty"
+            why = rejects.explained() if rejects.rejected > before else "it is empty"
             raise DataError(f"'{source}' holds no usable prompt: {why}")
 
 

@@ -86,6 +86,13 @@ class Rejects:
         parts = ", ".join(f"{reason} {count}" for reason, count in self.counts.most_common())
         return f"{self.rejected} of {self.read} rows rejected: {parts}"
 
+    def explained(self) -> str:
+        """`summary` and the first place of the commonest reason: what a run without rows says."""
+        if not self.rejected:
+            return ""
+        ((reason, _),) = self.counts.most_common(1)
+        return f"{self.summary()}; first: {self.places[reason][0]}"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a report."""
         return {

@@ -3,7 +3,8 @@
 A row (`"format": "dspark.responses/1"`) holds ids exactly as they were sampled; nothing here
 tokenises an answer again. A row that was stopped by length ends without an end-of-turn token, so
 none is taught. Readers also take foreign rows: `input_ids` with `loss_mask`, and conversations
-with an assistant turn, which are rendered with the target's template.
+with an assistant turn, which are rendered with the target's template (a `finish_reason` of theirs
+counts too).
 """
 
 import json
@@ -162,7 +163,7 @@ def read_responses(
             rejects.read += len(rows) - 1
             yield from rows
         if not good:
-            why = rejects.summary() if rejects.rejected > before else "it is empty"
+            why = rejects.explained() if rejects.rejected > before else "it is empty"
             raise DataError(f"'{source}' holds no usable response: {why}")
 
 
@@ -189,7 +190,8 @@ def parse_responses(
         raise DataError(f"{raw.place} is a conversation: reading it needs the target's tokenizer")
     given = row.get("thinking")
     thinking = given if isinstance(given, bool) else thinking
-    rendered = render_turns(tokenizer, messages, thinking=thinking)
+    finish = row.get("finish_reason")
+    rendered = render_turns(tokenizer, messages, thinking=thinking, cut=finish == "length")
     name = given_id(row) or content_id(messages)
     category = row.get("category")
     return [
@@ -198,6 +200,8 @@ def parse_responses(
             messages=messages,
             input_ids=one.input_ids,
             loss_mask=one.loss_mask,
+            # it tells of the last answer
+            finish_reason=finish if finish in _FINISHED and one is rendered[-1] else None,
             thinking=thinking,
             template_hash=template_hash(tokenizer),
             source=raw.source,
@@ -229,6 +233,7 @@ def _tokenised(raw: RawRow, vocab_size: int | None) -> Response:
     return Response(**known)
 
 
+_FINISHED = ("stop", "length")
 _OWN_FIELDS = tuple(Response.__dataclass_fields__)
 _FIELD_TYPES: dict[str, type] = {
     "sample": int,

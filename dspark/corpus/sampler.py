@@ -112,7 +112,7 @@ def sample_responses(
     if report.rejects.rejected:
         log.warning("%s", report.rejects.summary())
     if report.rejects.read and not report.rejects.accepted:
-        raise DataError(f"no prompt can be sampled: {report.rejects.summary()}")
+        raise DataError(f"no prompt can be sampled: {report.rejects.explained()}")
     if report.resumed:
         log.info("%s: resuming behind %d rows", out, report.resumed)
     # equal lengths together need the least padding, and the largest batch fails first, not last
@@ -156,7 +156,9 @@ def _tasks(
                 index = _choose(settings, prompt.id, sample)
                 thinking = settings.settings[index].thinking
                 try:
-                    ids = generation_prompt_ids(tokenizer, prompt.messages, thinking)
+                    ids = generation_prompt_ids(
+                        tokenizer, prompt.messages, thinking, vocab_size=target.vocab_size
+                    )
                     room = target.max_position_embeddings - len(ids)
                     if len(ids) > settings.max_prompt_tokens or room < 1:
                         raise RowError(Reason.PROMPT_TOO_LONG, f"{len(ids)} tokens")

@@ -11,7 +11,6 @@ The directory is written under another name, checked there, and renamed last, so
 name is complete and has passed.
 """
 
-import hashlib
 import os
 import shutil
 from dataclasses import asdict, replace
@@ -31,6 +30,7 @@ from dspark.export.config_json import to_json
 from dspark.export.place import PROVENANCE_NAME, check_place, put
 from dspark.export.prompts import fixed_prompts
 from dspark.export.source import Source, read_source
+from dspark.export.template import template_sha256
 from dspark.export.tensors import FROZEN, WEIGHTS_NAME
 from dspark.target import Target
 
@@ -145,8 +145,7 @@ def _write(
     )
     if tokenizer is not None:
         tokenizer.save_pretrained(aside)
-        template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-        record["template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
+        record["template_sha256"] = template_sha256(tokenizer)
     return record
 
 

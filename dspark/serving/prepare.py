@@ -84,7 +84,7 @@ class Preparer:
 
     def completion(self, request: CompletionRequest) -> Work:
         """Tokenise a plain prompt, or take its ids as they are."""
-        ids = self._ids(request.prompt, "prompt")
+        ids = self._ids(request.prompt)
         return self._work(ids, request, request.max_tokens, request.seed, "prompt")
 
     def native(self, request: GenerateRequest) -> Work:
@@ -92,7 +92,7 @@ class Preparer:
         if (request.text is None) == (request.input_ids is None):
             raise _bad("text", "send either 'text' or 'input_ids'")
         name = "text" if request.text is not None else "input_ids"
-        ids = self._ids(getattr(request, name), name)
+        ids = self._ids(getattr(request, name))
         params = request.sampling_params
         return self._work(ids, params, params.max_new_tokens, params.sampling_seed, name)
 
@@ -124,14 +124,10 @@ class Preparer:
             ) from error
         return text
 
-    def _ids(self, prompt: str | list[int], name: str) -> list[int]:
+    def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             ids: list[int] = self._tokenizer(prompt)["input_ids"]
             return ids
-        vocab = self._target.vocab_size
-        for token_id in prompt:
-            if not 0 <= token_id < vocab:
-                raise _bad(name, f"'{name}' holds the id {token_id}; ids are 0..{vocab - 1}")
         return prompt
 
     def _work(
@@ -139,6 +135,11 @@ class Preparer:
     ) -> Work:
         if not ids:
             raise _bad(name, f"'{name}' is empty: there is nothing to continue")
+        vocab = self._target.vocab_size
+        # the tokenizer's own too: it may know more ids than the target has rows for
+        for token_id in ids:
+            if not 0 <= token_id < vocab:
+                raise _bad(name, f"'{name}' holds the id {token_id}; ids are 0..{vocab - 1}")
         cap = self._settings.max_output_tokens
         if max_tokens is not None and max_tokens > cap:
             raise _bad(

@@ -200,7 +200,10 @@ class Trainer:
         self.target = load(config.target, device=_device_name(accelerator))
         check_fit(rows, self.target)
         self.prompts = validation.prompt_ids(
-            settings, tokenizer, max_positions=self.target.max_position_embeddings
+            settings,
+            tokenizer,
+            max_positions=self.target.max_position_embeddings,
+            vocab_size=self.target.vocab_size,
         )
 
         saved = checkpoint.read(resume) if resume else None

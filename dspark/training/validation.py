@@ -28,7 +28,9 @@ __all__ = ["figures", "prompt_ids", "validate"]
 log = logging.getLogger(__name__)
 
 
-def prompt_ids(settings: TrainSettings, tokenizer: Any, *, max_positions: int) -> list[list[int]]:
+def prompt_ids(
+    settings: TrainSettings, tokenizer: Any, *, max_positions: int, vocab_size: int
+) -> list[list[int]]:
     """Token ids of the validation prompts; those that leave no room for an answer are left out.
 
     Raises:
@@ -39,7 +41,7 @@ def prompt_ids(settings: TrainSettings, tokenizer: Any, *, max_positions: int) -
     usable = []
     for prompt in read_prompts(settings.validation_prompts, settings.validation_limit):
         try:
-            ids = generation_prompt_ids(tokenizer, prompt.messages)
+            ids = generation_prompt_ids(tokenizer, prompt.messages, vocab_size=vocab_size)
         except RowError as error:
             log.warning("validation prompt %s is left out: %s", prompt.id, error)
             continue

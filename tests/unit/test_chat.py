@@ -9,6 +9,7 @@ from tokenizers import decoders as token_decoders
 from transformers import PreTrainedTokenizerFast
 
 from dspark.corpus import chat
+from dspark.corpus.messages import conversation
 from dspark.corpus.rejects import Reason, RowError
 from dspark.errors import TargetError
 from dspark.target import load_tokenizer
@@ -51,6 +52,7 @@ LING_LIKE = """
 {%- endif -%}"""
 
 RAISING = "{{ raise_exception('only French is spoken here') }}"
+DIVIDING = "{{ 1 // 0 }}"
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|role_end|>")
 
@@ -187,6 +189,48 @@ def test_reasoning_is_supervised_from_the_field_and_from_inline_tags(turn: dict[
     )
 
 
+@pytest.mark.parametrize("thinking", [None, True])
+@pytest.mark.parametrize("template", [LING_LIKE, QWEN_LIKE])
+def test_reasoning_is_supervised_alike_under_every_name(
+    template: str, thinking: bool | None
+) -> None:
+    tokenizer = byte_tokenizer(template)
+    ways = [
+        *(
+            {"content": "Yo", name: "Hm."}
+            for name in ("reasoning_content", "reasoning", "thinking")
+        ),
+        {"content": "<think>Hm.</think>Yo"},
+        {"content": "<think>\nHm.\n</think>\n\nYo"},
+    ]
+    rendered = [
+        chat.render(tokenizer, conversation({"messages": talk("Hi", way)}), thinking=thinking)
+        for way in ways
+    ]
+    supervised = sum(rendered[0].loss_mask)
+    assert supervised >= len("Hm.Yo") + 2  # the closing tag and the end of turn
+    assert all(one == rendered[0] for one in rendered)
+
+
+def test_reasoning_is_not_trained_behind_a_prompt_that_turned_thinking_off() -> None:
+    turn = {"content": "Yo", "reasoning_content": "Hm."}
+    for template in (LING_LIKE, QWEN_LIKE):
+        with pytest.raises(RowError) as caught:
+            chat.render(byte_tokenizer(template), talk("Hi", turn), thinking=False)
+        assert caught.value.reason is Reason.UNSTABLE_PREFIX
+
+
+def test_an_answer_cut_by_length_teaches_no_end_of_turn() -> None:
+    tokenizer = byte_tokenizer(QWEN_LIKE)
+    messages = talk("a", {"content": "A", "reasoning_content": "ra"}, "b", {"content": "B"})
+    whole = chat.render_turns(tokenizer, messages, thinking=True)
+    first, second = chat.render_turns(tokenizer, messages, thinking=True, cut=True)
+    # only the last answer was cut
+    assert first == whole[0]
+    assert marked(tokenizer, whole[1]).endswith("[B<|im_end|>]")
+    assert marked(tokenizer, second).endswith("[B]")
+
+
 def test_stripped_history_gives_each_turn_a_sequence_of_its_own() -> None:
     tokenizer = byte_tokenizer(QWEN_LIKE)
     messages = talk("a", {"content": "A", "reasoning_content": "ra"}, "b", {"content": "B"}, "c")
@@ -249,8 +293,30 @@ def test_unusable_templates_are_named_with_the_remedy() -> None:
         chat.check_template(byte_tokenizer(None))
     with pytest.raises(TargetError, match="only French"):
         chat.check_template(byte_tokenizer(RAISING))
+    with pytest.raises(TargetError, match="division"):
+        chat.check_template(byte_tokenizer(DIVIDING))
     for template in (QWEN_LIKE, LING_LIKE):
         chat.check_template(byte_tokenizer(template))
+
+
+def test_a_template_that_raises_costs_a_row_and_a_missing_one_the_run() -> None:
+    for template in (RAISING, DIVIDING):
+        for call in (chat.render, chat.render_turns):
+            with pytest.raises(RowError) as caught:
+                call(byte_tokenizer(template), talk("a", "b"))
+            assert caught.value.reason is Reason.TEMPLATE_ERROR
+            assert caught.value.detail
+    with pytest.raises(TargetError, match=r"no chat template.*chat_template\.jinja"):
+        chat.render_turns(byte_tokenizer(None), talk("a", "b"))
+
+
+def test_a_prompt_of_ids_that_the_target_has_no_rows_for_is_rejected() -> None:
+    tokenizer = byte_tokenizer(QWEN_LIKE)
+    largest = max(chat.generation_prompt_ids(tokenizer, talk("a")))
+    assert chat.generation_prompt_ids(tokenizer, talk("a"), vocab_size=largest + 1)
+    with pytest.raises(RowError, match=f"{largest}, vocabulary {largest}") as caught:
+        chat.generation_prompt_ids(tokenizer, talk("a"), vocab_size=largest)
+    assert caught.value.reason is Reason.ID_OUT_OF_VOCABULARY
 
 
 def test_template_hash_follows_the_template() -> None:

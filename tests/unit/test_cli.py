@@ -1,11 +1,15 @@
 """A user's mistake on the command line: one sentence, exit code 2, and nothing left behind."""
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dspark.cli import main
+from dspark.export.hf import export_draft
+from dspark.testing import save_tiny_target, tiny_draft, tiny_target, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -17,6 +21,11 @@ from dspark.cli import main
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["train", "train.stesp=1"], "'train.steps'"),
         (["train", "train.features=offline"], "data.shards"),
+        (["sample", "--prompts", "x", "sample.settings=[]"], "sample.settings"),
+        (["sample", "--prompts", "x", "sample.settings=[{top_p: 0}]"], "top_p"),
+        (["doctor", "x", "--max-length", "3"], "data.max_length"),
+        (["eval", "--draft", "x", "--top-p", "0"], "eval.top_p"),
+        (["serve", "--target", "x", "--confidence-threshold", "nan"], "confidence_threshold"),
         (["capture", "draft.init_from=nowhere"], "nowhere"),
         (["export", "nowhere", "there"], "nowhere"),
         (["eval", "--draft", "nowhere"], "eval.prompts"),
@@ -44,6 +53,69 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_two(
     assert message in said
     assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template; take the instruction-tuned model's tokenizer"),
+        ("{{ raise_exception('only French is spoken here') }}", "only French is spoken here"),
+        ("{{ 1 // 0 }}", "division"),
+    ],
+)
+@pytest.mark.parametrize("command", ["sample", "doctor", "capture", "train", "eval"])
+def test_a_template_without_use_is_refused_before_the_weights_are_loaded(
+    command: str,
+    template: str | None,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "target")
+    rows = tmp_path / "rows.jsonl"
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    rows.write_text(json.dumps({"messages": said}) + "\n")
+    target = ["--target", str(tmp_path / "target")]
+    settings = [f"target.path={tmp_path / 'target'}", f"data.responses=[{rows}]"]
+    words = {
+        "sample": [*target, "--prompts", str(rows)],
+        "doctor": [str(rows), *target],
+        "capture": settings,
+        "train": settings,
+        "eval": [*target, "--prompts", str(rows), "--draft", "nowhere"],
+    }
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["dspark", command, *words[command]])
+    # there are no weights in the directory: a run that went on would say so
+    with pytest.raises(SystemExit) as end:
+        main()
+    told = capsys.readouterr().err
+    assert end.value.code == 2, told
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_serving_a_draft_under_another_template_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, draft = save_tiny_target(tmp_path / "target"), tmp_path / "draft"
+    loaded = tiny_target()
+    export_draft(tiny_draft(loaded), draft, loaded, tokenizer=tiny_tokenizer(), check=False)
+    served = []
+    monkeypatch.setattr("dspark.serving.server.serve", lambda *a, **k: served.append(a))
+    words = ["dspark", "serve", "--target", str(place), "--draft", str(draft)]
+    monkeypatch.setattr(sys, "argv", words)
+    for change, said in (("", False), (" ", True)):
+        template = place / "chat_template.jinja"
+        template.write_text(template.read_text() + change)
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        assert ("another chat template" in caplog.text) is said
+    assert len(served) == 2
 
 
 def test_an_interrupt_says_how_to_go_on(

@@ -33,6 +33,14 @@ def test_no_is_a_word_and_false_is_a_boolean(tmp_path: Path) -> None:
     assert load(path) == config
 
 
+def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("train: {lr: 1e-4, max_grad_norm: 2E+0, weight_decay: .5, warmup_ratio: 0}\n")
+    train = load(path).train
+    assert (train.lr, train.max_grad_norm) == (1e-4, 2.0)
+    assert (train.weight_decay, train.warmup_ratio) == (0.5, 0.0)
+
+
 def test_flag_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("train:\n  steps: 5\n  seed: 3\n")
@@ -53,6 +61,19 @@ def test_flag_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
         ("train.steps=0", ["train.steps", "greater than or equal to 1"]),
         ("draft.markov_head_type=lstm", ["markov_head_type", "vanilla", "lstm"]),
         ("sample.settings=[{temperature: 0, min_p: 0.1}]", ["min_p", "temperature 0"]),
+        ("sample.settings=[]", ["sample.settings", "at least one"]),
+        ("sample.settings=[3]", ["sample.settings.0", "keys", "got 3"]),
+        ("sample.settings=[{top_p: 0}]", ["sample.settings.0.top_p", "greater than 0", "got 0"]),
+        ("sample.settings=[{top_k: -2}]", ["top_k", "equal to -1", "got -2"]),
+        ("sample.settings=[{temperature: .nan}]", ["temperature", "got nan"]),
+        ("sample.settings=[{weight: .inf}]", ["weight", "finite", "got inf"]),
+        ("sample.settings=[{repetition_penalty: 1.1}]", ["repetition_penalty", "min_p"]),
+        ("train.lr=.inf", ["train.lr", "finite", "got inf"]),
+        ("train.lr=2001-13-41", ["train.lr", "month"]),
+        ("data.responses=a.jsonl", ["data.responses", "list", "'a.jsonl'"]),
+        ("target.dtype=float16", ["target.dtype", "'float32'", "'float16'"]),
+        ("eval.max_new_tokens=0", ["eval.max_new_tokens", "equal to 1", "got 0"]),
+        ("train=5", ["train", "keys", "got 5"]),
         ("train.steps", ["section.key=value"]),
         ("=5", ["section.key=value"]),
     ],
@@ -71,13 +92,16 @@ def test_a_wrong_setting_is_named(override: str, words: list[str]) -> None:
         ("train: [1, 2\n", ["not valid YAML", "line"]),
         ("- 1\n- 2\n", ["sections"]),
         ("train:\n", ["'train'", "empty"]),
+        ("train: 5\n", ["'train'", "keys", "got 5"]),
+        ("draft:\n  ? [a, b]\n  : 1\n", ["line 2", "['a', 'b']", "no word"]),
+        ("train: {lr: '1e-4'}\n", ["train.lr", "number", "'1e-4'"]),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load(path)
+        load(path, ["train.seed=1"])
     for word in words:
         assert word in str(caught.value)
 

@@ -63,6 +63,16 @@ def test_a_file_without_supervision_is_an_error(tmp_path: Path) -> None:
         ResponseRows(DataSettings())
 
 
+def test_a_file_of_empty_answers_is_an_error(tmp_path: Path) -> None:
+    def chat(answer: str) -> dict[str, Any]:
+        said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+        return {"messages": said}
+
+    path = write(tmp_path / "r.jsonl", chat(""), chat(" \n"))
+    with pytest.raises(DataError, match=r"no usable response: 2 of 2 .*empty_content 2"):
+        ResponseRows(data(path), tiny_tokenizer())
+
+
 def test_conversations_train_like_tokenised_rows(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]}

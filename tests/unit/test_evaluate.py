@@ -268,6 +268,28 @@ def test_settings_out_of_range_are_refused(
         evaluate(target, tiny_draft(target), TOKENIZER, {"s": ["a"]}, EvalSettings(), **arguments)
 
 
+def test_prompts_of_ids_behind_the_target_are_not_decoded() -> None:
+    short = tiny_target(vocab_size=258, pad_token_id=0, eos_token_id=0)
+    draft = tiny_draft(short)
+    with pytest.raises(
+        DataError, match=r"id_out_of_vocabulary 1; first: s:0 \(258, vocabulary 258"
+    ):
+        evaluate(short, draft, TOKENIZER, {"s": ["a"]}, EvalSettings(max_new_tokens=2))
+
+
+@pytest.mark.parametrize(("script", "alarm"), [((), True), ((1,), False)])
+def test_a_draft_of_which_nothing_is_accepted_raises_an_alarm(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    target: Target,
+    script: tuple[int, ...],
+    alarm: bool,
+) -> None:
+    one = scripted(monkeypatch, target, "hello", script, max_new_tokens=10)
+    assert (one["accept_length"] == 1.0) is alarm
+    assert ("drafted tokens was accepted" in caplog.text) is alarm
+
+
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
 def test_a_threshold_changes_the_rounds_but_no_token(target: Target, threshold: float) -> None:
     report = evaluate(

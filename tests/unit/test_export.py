@@ -16,6 +16,7 @@ from dspark.export.card import CardFacts, SetResult
 from dspark.export.hf import export_draft
 from dspark.export.load import load_draft, read_config
 from dspark.export.source import find_checkpoint, read_source
+from dspark.export.template import template_sha256, warn_of_another
 from dspark.target import Target
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
 
@@ -200,6 +201,25 @@ def test_tensor_names_are_deepspecs(exported: Path, target: Target) -> None:
     }
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert tensors["markov_head.markov_w2.weight"].shape == (target.vocab_size, 8)
+
+
+def test_another_template_than_the_exports_is_said(
+    copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    warn_of_another(copy, tokenizer)
+    assert not caplog.records
+    tokenizer.chat_template += " "
+    ours = template_sha256(tokenizer)[:16]
+    warn_of_another(copy, tokenizer)
+    assert f"than the target's ({ours})" in caplog.text
+    caplog.clear()
+    for text in ("[]", "{", '{"template_sha256": null}'):
+        (copy / "provenance.json").write_text(text)
+        warn_of_another(copy, tokenizer)
+    (copy / "provenance.json").unlink()
+    warn_of_another(copy, tokenizer)
+    assert not caplog.records
 
 
 def test_frozen_tables_are_written_when_asked_and_stand_in_for_a_target(

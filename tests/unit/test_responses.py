@@ -7,7 +7,7 @@ import pytest
 from dspark.corpus.chat import template_hash
 from dspark.corpus.rejects import Reason, Rejects
 from dspark.corpus.responses import FORMAT, Response, ResponseWriter, read_responses
-from dspark.errors import DataError
+from dspark.errors import DataError, TargetError
 from dspark.testing import tiny_tokenizer
 
 
@@ -143,6 +143,37 @@ def test_conversations_are_rendered_with_the_template(tmp_path: Path) -> None:
     assert row.num_supervised == 4
     with pytest.raises(DataError, match="needs the target's tokenizer"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("finish", "kept", "taught"),
+    [("length", "length", "yes"), ("stop", "stop", "yes<|im_end|>"), (7, None, "yes<|im_end|>")],
+)
+def test_a_conversation_cut_by_length_teaches_no_end_of_turn(
+    tmp_path: Path, finish: Any, kept: str | None, taught: str
+) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    path = write_lines(tmp_path / "rows.jsonl", {"messages": messages, "finish_reason": finish})
+    (row,), _ = read(path, tokenizer=tokenizer)
+    assert row.finish_reason == kept
+    answer = [i for i, on in zip(row.input_ids, row.loss_mask, strict=True) if on]
+    assert tokenizer.decode(answer) == taught
+    assert tokenizer.decode(row.input_ids).endswith(f"assistant\n{taught}")
+
+
+def test_what_no_row_can_use_is_told_with_its_first_place(tmp_path: Path) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    path = write_lines(tmp_path / "rows.jsonl", {"x": 1}, {"messages": chat}, {"messages": chat})
+    tokenizer.chat_template = "{{ raise_exception('only French is spoken here') }}"
+    with pytest.raises(
+        DataError, match=r"template_error 2, no_messages 1; first: .*rows\.jsonl:2 \(only French"
+    ):
+        read(path, tokenizer=tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(TargetError, match="no chat template"):
+        read(path, tokenizer=tokenizer)
 
 
 def test_a_file_without_a_usable_row_is_an_error(tmp_path: Path) -> None:

@@ -292,6 +292,29 @@ def test_prompts_that_do_not_fit_are_rejected_and_counted(
         sample(target, tokenizer, 8, tmp_path / "none.jsonl", max_prompt_tokens=2)
 
 
+def test_the_longest_prompt_is_as_long_as_the_limit(
+    target: Target, tokenizer: Any, tmp_path: Path
+) -> None:
+    length = len(generation_prompt_ids(tokenizer, prompts(1)[0].messages))
+    rows, _ = sample(target, tokenizer, 1, tmp_path / "a.jsonl", max_prompt_tokens=length)
+    assert rows.keys() == {"p0"}
+    with pytest.raises(DataError, match=rf"prompt_too_long 1; first: p0 \({length} tokens"):
+        sample(target, tokenizer, 1, tmp_path / "b.jsonl", max_prompt_tokens=length - 1)
+    # one position is left for one token of an answer
+    close = tiny_target(max_position_embeddings=length + 1)
+    rows, _ = sample(close, tokenizer, 1, tmp_path / "c.jsonl")
+    assert rows["p0"].num_supervised == 1
+    full = tiny_target(max_position_embeddings=length)
+    with pytest.raises(DataError, match="prompt_too_long 1"):
+        sample(full, tokenizer, 1, tmp_path / "d.jsonl")
+
+
+def test_prompts_of_ids_behind_the_target_are_rejected(tokenizer: Any, tmp_path: Path) -> None:
+    short = tiny_target(vocab_size=len(tokenizer) - 2, pad_token_id=0, eos_token_id=0)
+    with pytest.raises(DataError, match=r"id_out_of_vocabulary 2; first: p0 \(258, vocabulary 258"):
+        sample(short, tokenizer, 2, tmp_path / "r.jsonl")
+
+
 def test_the_context_limit_cuts_answers(tokenizer: Any, tmp_path: Path) -> None:
     small = tiny_target(max_position_embeddings=60)
     rows, _ = sample(small, tokenizer, 8, tmp_path / "r.jsonl", max_new_tokens=100)

@@ -299,6 +299,14 @@ def test_a_prompt_that_cannot_be_run_is_refused(
     assert words in error["message"]
 
 
+def test_a_text_of_ids_behind_the_target_is_refused() -> None:
+    short = tiny_target(vocab_size=258, pad_token_id=0, eos_token_id=0)
+    with running(short, None, TOKENIZER) as address, httpx.Client(base_url=address) as http:
+        error = error_of(http.post("/v1/chat/completions", json={"messages": MESSAGES}), 400)
+        assert error["message"] == "'messages' holds the id 258; ids are 0..257"
+        assert post(http, "text", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
 def test_errors_outside_the_routes_have_openais_shape_too(client: httpx.Client) -> None:
     error_of(client.get("/v1/nothing"), 404)
     error_of(client.get("/v1/chat/completions"), 405)

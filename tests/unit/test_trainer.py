@@ -303,7 +303,16 @@ def test_the_mask_token_is_a_special_id_without_a_use() -> None:
     assert build.mask_token(free, tokenizer, target, used={start}) == spare
     with pytest.raises(ConfigError, match="no special id"):
         build.mask_token(free, tokenizer, target, used={start, spare})
-    for taken, reason in ((tokenizer.pad_token_id, "pad"), (97, "occurs"), (9999, "outside")):
+    # rows of the target's table behind the tokenizer are free too
+    padded = tiny_target(vocab_size=320)
+    assert build.mask_token(free, tokenizer, padded, used={start, spare}) == len(tokenizer)
+    for taken, reason in (
+        (tokenizer.pad_token_id, "pad"),
+        (tokenizer.eos_token_id, "end id"),
+        (97, "occurs"),
+        (260, "outside the target's vocabulary of 260"),
+        (9999, "outside"),
+    ):
         given = free.model_copy(update={"mask_token_id": taken})
         with pytest.raises(ConfigError, match=reason):
             build.mask_token(given, tokenizer, target, used={97})
