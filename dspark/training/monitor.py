@@ -103,6 +103,11 @@ class Monitor:
         self._since = time.perf_counter()
         return figures
 
+    @property
+    def steps(self) -> int:
+        """Steps since the last line."""
+        return self._steps
+
     def state(self) -> tuple[list[list[float]], int]:
         """Sums of each process and steps since the last line, for a checkpoint. A collective.
 

@@ -393,12 +393,34 @@ class Trainer:
         return loss, vector
 
     def _line(self) -> dict[str, float]:
-        figures = self.monitor.line()
+        try:
+            figures = self.monitor.line()
+        except RunError as error:
+            raise RunError(f"{error}{self._blame()}") from None
         return {
             **figures,
             "train/lr": self.schedule.lr(self.step - 1),
             "train/epoch": self.plan.epoch(self.step),
         }
+
+    @torch.no_grad()
+    def _blame(self) -> str:
+        """Rows since the last line whose features are the reason that the loss is not finite."""
+        for step in range(self.step - self.monitor.steps, self.step):
+            window = self.windows.draw(step)
+            for one in (each.to(self.accelerator.device) for each in window.passes):
+                features = batch_features(
+                    self.target, self.draft.layer_ids, one.input_ids, one.taps, one.last_hidden
+                )
+                # padding on the right cannot reach what stands before it
+                sound = features.taps.isfinite().all(-1) & features.last_hidden.isfinite().all(-1)
+                for row_id, length, fine in zip(one.row_ids, one.lengths, sound, strict=True):
+                    if not bool(fine[:length].all()):
+                        return (
+                            f". In step {step} the target's features of row '{row_id}' hold NaN or "
+                            "infinity: remove it (`dspark capture` skips and counts such rows)"
+                        )
+        return ""
 
     def _shown(self) -> dict[str, str]:
         if not self._figures:

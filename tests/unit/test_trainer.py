@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dspark import config_io
 from dspark.corpus.dataset import Row
-from dspark.errors import CheckpointError, ConfigError, DataError, MissingPackageError
+from dspark.errors import CheckpointError, ConfigError, DataError, MissingPackageError, RunError
 from dspark.export.load import load_draft
 from dspark.testing import save_tiny_target, tiny_target, tiny_tokenizer
 from dspark.training import build, trainer
@@ -220,6 +220,24 @@ def test_a_step_without_a_supervised_slot_is_counted_and_harmless(
     figures = lines(tmp_path / "out")
     assert sorted(line["train/empty_steps"] for line in figures) == [0, 0, 1, 1]
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "out").values())
+
+
+def test_a_row_that_the_target_cannot_compute_is_named(place: Path, tmp_path: Path) -> None:
+    save_tiny_target(tmp_path / "target", tie_word_embeddings=False)
+    file = tmp_path / "target" / "model.safetensors"
+    held = load_file(file)
+    held["model.embed_tokens.weight"][122] = float("nan")
+    save_file(held, file, metadata={"format": "pt"})
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    rows[6]["input_ids"][5] = 122
+    write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(RunError, match=r"loss is nan.*row 'r6' hold NaN"):
+        run(
+            place,
+            tmp_path / "out",
+            f"target.path={tmp_path / 'target'}",
+            f"data.responses=[{tmp_path / 'rows.jsonl'}]",
+        )
 
 
 def test_rows_that_cannot_hold_an_anchor_stop_the_run(place: Path, tmp_path: Path) -> None:
