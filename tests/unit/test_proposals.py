@@ -32,13 +32,20 @@ def trained_block(target: Target, draft: DSparkDraftModel, first: int) -> Tensor
     return out
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_draft_draws_with_the_noise_of_the_positions_it_fills(
-    target: Target, seed: int
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), *(SamplingParams(temperature=30.0, seed=s) for s in range(3))]
+)
+def test_proposals_are_the_trained_forms_with_the_noise_of_the_positions_they_fill(
+    target: Target, sampling: SamplingParams, kind: str
 ) -> None:
-    draft = tiny_draft(target)
-    # so hot that the noise decides
-    sampling = SamplingParams(temperature=30.0, seed=seed)
+    """So hot that the noise decides, or without noise; the bias outweighs the base logits."""
+    draft = tiny_draft(target, markov_head_type=kind)
+    assert draft.markov_head is not None
+    generator = torch.Generator().manual_seed(sampling.seed)
+    for parameter in draft.markov_head.parameters():
+        parameter.data = 2 * torch.randn(parameter.shape, generator=generator)
+    draft.markov_head.markov_w2.weight.data *= 10
     step = ReferenceStep(target, draft, sampling)
     first = step.prefill(PROMPT)
     proposals = step.propose(4)
@@ -46,7 +53,7 @@ def test_the_draft_draws_with_the_noise_of_the_positions_it_fills(
     previous = torch.cat([torch.tensor([first]), proposals[:-1]])
     with torch.no_grad():
         logits = draft.slot_logits(hidden[None], previous[None])[0]
-    # outside the shortlist the draft proposes nothing, however large the noise
+    # outside the shortlist the draft proposes nothing, however large noise and bias
     listed = draft.base_logits(hidden).topk(64).indices
     logits = torch.full_like(logits, float("-inf")).scatter(1, listed, logits.gather(1, listed))
     # the prompt fills 0..4 and the anchor 5
