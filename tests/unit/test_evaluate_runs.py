@@ -8,7 +8,7 @@ import pytest
 from dspark.acceptance import AcceptStats
 from dspark.bench import evaluate as module
 from dspark.bench.evaluate import PromptRun, evaluate, figures
-from dspark.bench.lossless import Comparison, compare
+from dspark.bench.lossless import Comparison, Difference, compare
 from dspark.config import EvalSettings
 from dspark.corpus.chat import generation_prompt_ids
 from dspark.decoding import Completion, DecodeParams, SamplingParams, decode
@@ -65,11 +65,11 @@ def test_the_other_kind_of_sampling_is_checked_over_short_outputs(
 
     def spy(t: Any, draft: Any, prompts: Any, params: DecodeParams) -> Comparison:
         asked.append(params)
-        return Comparison(1, 1, ())
+        return Comparison(1, 1, (Difference(0, 0, 5, 6),))
 
     monkeypatch.setattr(module, "compare", spy)
     settings = EvalSettings(max_new_tokens=70, temperature=temperature, seed=3)
-    evaluate(
+    report = evaluate(
         target,
         tiny_draft(target),
         TOKENIZER,
@@ -78,6 +78,9 @@ def test_the_other_kind_of_sampling_is_checked_over_short_outputs(
         num_draft_tokens=2,
         confidence_threshold=0.1,
     )
+    # a difference there is one, though the run itself has none
+    assert report.pooled["lossless"] is True
+    assert report.summary()["lossless"] is False
     (params,) = asked
     assert params.max_new_tokens == 64
     assert params.sampling == SamplingParams(temperature=0.0 if temperature else 1.0, seed=3)
