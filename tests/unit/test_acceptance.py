@@ -89,7 +89,9 @@ def test_pooled_weighs_rounds_and_macro_weighs_prompts() -> None:
     assert macro_accept_length([long, short, AcceptStats(4)]) == 3.0
 
 
-@pytest.mark.parametrize(("proposed", "accepted", "emitted"), [(2, 3, 4), (5, 0, 1), (3, 1, 3)])
+@pytest.mark.parametrize(
+    ("proposed", "accepted", "emitted"), [(2, 3, 4), (5, 0, 1), (3, 1, 3), (3, 2, 1)]
+)
 def test_impossible_rounds_are_refused(proposed: int, accepted: int, emitted: int) -> None:
     with pytest.raises(AssertionError):
         stats_of(4, (proposed, accepted, emitted))

@@ -89,6 +89,8 @@ def test_a_wrong_setting_is_named(override: str, words: list[str]) -> None:
     ("text", "words"),
     [
         ("train:\n  steps: 5\n  steps: 6\n", ["'steps'", "twice", "line 3"]),
+        ("train:\n  steps: 5\n  seed: 1\n  steps: 6\n", ["'steps'", "twice", "line 4"]),
+        ("train:\n  stesp: 5\ntrian: {}\n", ["'train.stesp'", "'trian'"]),
         ("train: [1, 2\n", ["not valid YAML", "line"]),
         ("- 1\n- 2\n", ["sections"]),
         ("train:\n", ["'train'", "empty"]),
@@ -109,6 +111,22 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, words: list[str]) -> 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml"):
         load(tmp_path / "nothing.yaml")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"train: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"cannot read the config .*c\.yaml"):
+        load(path)
+
+
+def test_a_value_inside_another_value_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'a\.b=2' .* inside another value"):
+        parse_overrides(["a=1", "a.b=2"])
+
+
+def test_nothing_behind_the_equals_sign_is_an_empty_word() -> None:
+    assert parse_overrides(["a.b="]) == {"a": {"b": ""}}
 
 
 def test_overrides_nest() -> None:

@@ -49,6 +49,25 @@ def test_rows_are_equal_to_the_bit(count: int, dtype: torch.dtype, window: int |
             target.commit(cache, int(kept[index]) if step <= 4 else 1)
 
 
+@pytest.mark.parametrize("length", [255, 256, 257])
+def test_the_longest_sequence_sees_its_own_token_in_a_new_chunk(
+    target: Target, length: int
+) -> None:
+    """No other sequence is longer, so nothing else makes the step read the next chunk."""
+    ids = prompts((length, 4))
+    caches = [target.new_cache(), target.new_cache()]
+    for cache, prompt in zip(caches, ids, strict=True):
+        target.prefill(cache, torch.tensor(prompt))
+    together = LockstepCache(caches, 4)
+    for step in range(3):
+        rows = target.step_together(together, torch.tensor([9, 8]) + step)
+        together.commit(torch.tensor([True, True]))
+        for index, cache in enumerate(caches):
+            alone = target.verify(cache, torch.tensor([9 - index + step])).logits[0]
+            assert torch.equal(rows[index], alone), (step, index)
+            target.commit(cache, 1)
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_p=0.9, seed=4)])
 def test_outputs_end_where_each_would_alone(target: Target, sampling: SamplingParams) -> None:
     """Own seeds and budgets, stop ids, the context limit, and more prompts than a step has rows."""

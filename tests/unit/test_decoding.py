@@ -15,6 +15,7 @@ from dspark.decoding import (
     replay,
     stream,
 )
+from dspark.decoding.reference_step import Proposer
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.target import Target
@@ -263,3 +264,36 @@ def test_a_replay_sees_the_stop_token(monkeypatch: pytest.MonkeyPatch, target: T
         done = decode(target, draft, PROMPT, params)
         again = replay(target, draft, PROMPT, done.token_ids, params)
         assert again.summary() == done.stats.summary()
+
+
+def test_a_replay_ends_at_a_stop_token_that_was_proposed(
+    monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
+    """A random draft hardly ever proposes the stop token itself; this one is always right."""
+    plain = oracle(monkeypatch, target, right=4)
+
+    def right(self: Proposer, anchor: torch.Tensor, most: int) -> torch.Tensor:
+        begin = self._context.length - len(PROMPT) + 1
+        return torch.tensor(plain[begin : begin + most], dtype=torch.int64)
+
+    monkeypatch.setattr(Proposer, "propose", right)
+    draft = tiny_draft(target)
+    inside = 0
+    for stop in dict.fromkeys(plain[2:12]):
+        params = DecodeParams(30, stop_ids=frozenset([stop]), ignore_eos=True)
+        done = decode(target, draft, PROMPT, params)
+        again = replay(target, draft, PROMPT, done.token_ids, params)
+        assert again.summary() == done.stats.summary()
+        inside += done.stats.emitted == done.stats.accepted + done.stats.rounds - 1
+    assert inside > 2
+
+
+def test_the_prefill_is_timed_apart_from_the_rounds(
+    monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("dspark.decoding.loop.time.perf_counter", lambda: float(next(clock)))
+    done = decode(target, None, PROMPT, DecodeParams(5, ignore_eos=True))
+    assert done.prefill_s == 1.0
+    assert done.step_s == [1.0] * 4
+    assert done.decode_s == 4.0

@@ -156,6 +156,39 @@ def test_the_targets_tables_are_no_parameters_of_the_draft(target: Target) -> No
     assert set(names) == set(draft.state_dict())
 
 
+def test_no_gradient_reaches_the_targets_tables(target: Target) -> None:
+    draft = tiny_draft(target)
+    ids, _, blocks = make(target)
+    tables = [torch.nn.Parameter(target.embed_weight.clone()) for _ in range(2)]
+    draft.attach(*tables)
+    taps = target.features(ids, draft.layer_ids).taps
+    hidden = draft(taps, blocks.anchor_ids, blocks.anchors)
+    draft.slot_logits(hidden, blocks.prev_ids).sum().backward()  # type: ignore[no-untyped-call]
+    assert draft.fc.weight.grad is not None
+    assert [table.grad for table in tables] == [None, None]
+
+
+def test_a_draft_in_training_decodes_with_the_weights_it_has_now(target: Target) -> None:
+    """Weights that are laid out for decoding are a copy, which the optimizer does not move."""
+    draft = tiny_draft(target).train()
+    taps = torch.randn(6, 3 * target.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def decoded() -> Tensor:
+        context = draft.new_context()
+        draft.extend(context, taps)
+        out: Tensor = draft.block_hidden(context, torch.tensor(7))
+        return out
+
+    decoded()
+    with torch.no_grad():
+        for _, parameter in draft.trainable():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    padded = torch.cat([taps, taps[:1]])[None]
+    # with gradients, which never take the laid-out weights
+    trained = draft(padded, torch.tensor([[7]]), torch.tensor([[6]]))[0, 0].detach()
+    torch.testing.assert_close(decoded(), trained, atol=1e-4, rtol=1e-4)
+
+
 def test_confidence_is_float32_under_autocast(target: Target) -> None:
     draft = tiny_draft(target)
     hidden = torch.randn(2, 4, target.hidden_size)

@@ -492,6 +492,7 @@ def test_a_diverged_draft_is_not_exported(target: Target, tmp_path: Path) -> Non
     ("settings", "engine", "words"),
     [
         ({"markov_rank": 0}, "sglang", "markov_rank is 0"),
+        ({"markov_rank": 0}, "vllm", "markov_rank is 0"),
         ({"markov_head_type": "gated"}, "vllm", "markov_head_type is gated"),
     ],
 )

@@ -16,7 +16,7 @@ from dspark.bench.lossless import (
     seeded,
 )
 from dspark.decoding import Completion, DecodeParams, SamplingParams, decode
-from dspark.target import Rows, Target
+from dspark.target import RowCache, Rows, Target
 from dspark.testing import tiny_draft, tiny_target
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9]]
@@ -110,4 +110,21 @@ def test_a_wrong_rollback_is_seen(target: Target, monkeypatch: pytest.MonkeyPatc
             cache.length += 1  # type: ignore[attr-defined]
 
     monkeypatch.setattr(target, "commit", keeps_one_more)
+    assert not rows_are_exact(target, list(range(5, 40))).exact
+
+
+def test_rows_left_from_a_rejection_are_seen(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that reads the token which the last call, not this one, had put at a position."""
+    honest = target.verify
+    left: dict[tuple[int, int], int] = {}
+
+    def stale(cache: RowCache, ids: torch.Tensor) -> Rows:
+        places = [(id(cache), cache.length + row) for row in range(len(ids))]
+        read = [left.get(place, token) for place, token in zip(places, ids.tolist(), strict=True)]
+        left.update(zip(places, ids.tolist(), strict=True))
+        return honest(cache, torch.tensor(read))
+
+    monkeypatch.setattr(target, "verify", stale)
     assert not rows_are_exact(target, list(range(5, 40))).exact

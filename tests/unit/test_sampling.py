@@ -90,6 +90,26 @@ def test_a_flat_distribution_needs_more_than_the_first_thousand_ids() -> None:
     assert 2400 < int(kept.isfinite().sum()) < 2600
 
 
+def test_a_row_is_filtered_alike_whatever_stands_beside_it() -> None:
+    """One row needs thousands of ids for its mass, its neighbour one."""
+    flat, peaked = (
+        torch.linspace(0, 1e-3, 5000),
+        torch.zeros(5000).index_fill(0, torch.tensor(7), 50),
+    )
+    params = SamplingParams(temperature=1.0, top_p=0.5)
+    for rows in ((flat, peaked), (peaked, flat)):
+        together = filter_logits(torch.stack(rows), params)
+        for row, one in zip(rows, together, strict=True):
+            assert torch.equal(one, filter_logits(row[None], params)[0])
+
+
+def test_a_mass_that_is_reached_exactly_needs_no_further_id() -> None:
+    # 1/2, 1/4, 1/4 are exact in float32, and so are their sums
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    kept = filter_logits(logits, SamplingParams(temperature=1.0, top_p=0.5))
+    assert kept.isfinite().tolist() == [[True, False, False]]
+
+
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     assert pick(torch.tensor([[0.0, 2.0, 2.0]]), SamplingParams(), torch.tensor([0])).item() == 1
 

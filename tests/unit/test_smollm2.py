@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct, the real target: dequantised right, talks, and is exact row for row."""
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from dspark.target import Target, load, load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return load("smollm2-135m", device="cpu", dtype="float32")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """Converted anew: the user's cache may hold what an older converter made of the file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield load("smollm2-135m", device="cpu", dtype="float32")
 
 
 def answer(target: Target, text: str, tokens: int = 12) -> str:

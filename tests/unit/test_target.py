@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from dspark.config import TargetSettings
 from dspark.errors import TargetError
 from dspark.target import Target, load, load_tokenizer
 from dspark.target.rows import ATTENTION_NAME, CHUNK, padded_rows
@@ -202,6 +203,15 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert loaded.fingerprint() == tiny_target().fingerprint()
     assert loaded.fingerprint() != tiny_target(seed=1).fingerprint()
     assert load_tokenizer(str(path)).chat_template
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_dtype_that_is_asked_for_wins_over_the_settings(tmp_path: Path, dtype: str) -> None:
+    other = "float32" if dtype == "bfloat16" else "bfloat16"
+    path = str(save_tiny_target(tmp_path / "t"))
+    settings = TargetSettings.model_validate({"path": path, "dtype": other})
+    assert load(settings, device="cpu", dtype=dtype).dtype == getattr(torch, dtype)
+    assert load(settings, device="cpu").dtype == getattr(torch, other)
 
 
 @pytest.mark.parametrize("path", ["no/such/path/here", "smollm3", "./missing", "/nowhere/x"])

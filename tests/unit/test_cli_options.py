@@ -1,0 +1,199 @@
+"""What is given on the command line reaches the stage, zeros included, and how a command ends."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dspark.cli import main
+from dspark.errors import DataError, RunError
+
+
+class Stage:
+    """Stands in for a function of a stage and keeps its last call."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+        self.args: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.args, self.options = args, options
+        return self.answer
+
+
+def report(**values: Any) -> SimpleNamespace:
+    """What a stage returns, by its own figures."""
+    return SimpleNamespace(**values, to_dict=lambda: {"a": 1}, summary=lambda: {"a": 1})
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replace a function by a `Stage`; target and tokenizer are words from the start."""
+
+    def replace(path: str, answer: Any = None) -> Stage:
+        stage = Stage(answer)
+        monkeypatch.setattr(f"dspark.{path}", stage)
+        return stage
+
+    replace("target.load", SimpleNamespace(name="TARGET", num_layers=6))
+    replace("target.load_tokenizer", "TOKENIZER")
+    return replace
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["dspark", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+def test_eval_hands_on_every_option(
+    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate = stub("bench.evaluate.evaluate", report())
+    stub("bench.prompt_sets.read_sets", {"set": ["a prompt"]})
+    stub("bench.report.print_evaluation")
+    stub("export.load.load_draft", "DRAFT")
+    # zeros are values, and an option wins over an override
+    words = ("eval", "--draft", "d", "--prompts", "p", "--limit", "3", "--max-new-tokens", "7",
+             "--temperature", "0", "--top-p", "0.5", "--seed", "0", "--num-draft-tokens", "2",
+             "--confidence-threshold", "0.25", "eval.temperature=0.7", "eval.seed=9")  # fmt: skip
+    assert run(monkeypatch, *words) == 0
+    assert capsys.readouterr().out == ""
+    target, draft, tokenizer, sets, settings = evaluate.args
+    assert (target.name, draft, tokenizer) == ("TARGET", "DRAFT", "TOKENIZER")
+    assert sets == {"set": ["a prompt"]}
+    assert (settings.limit, settings.max_new_tokens, settings.prompts) == (3, 7, ("p",))
+    assert (settings.temperature, settings.top_p, settings.seed) == (0.0, 0.5, 0)
+    assert evaluate.options == {"num_draft_tokens": 2, "confidence_threshold": 0.25}
+    assert run(monkeypatch, *words, "--json") == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["target"], said["draft"], said["a"]) == ("TARGET", "d", 1)
+
+
+def test_export_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = stub("export.hf.export_draft", {})
+    words = ("export", "run", "out", "--format", "vllm", "--include-frozen", "--no-check",
+             "--overwrite", "--licence", "apache-2.0")  # fmt: skip
+    assert run(monkeypatch, *words) == 0
+    assert [str(path) for path in export.args[:2]] == ["run", "out"]
+    facts = export.options.pop("facts")
+    assert facts.licence == "apache-2.0"
+    assert export.options == {
+        "format": "vllm",
+        "include_frozen": True,
+        "tokenizer": "TOKENIZER",
+        "check": False,
+        "overwrite": True,
+    }
+    assert run(monkeypatch, "export", "run", "out") == 0
+    assert export.options["check"] is True
+    assert export.options["facts"] is None
+
+
+def test_serve_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = stub("serving.server.serve")
+    stub("export.load.load_draft", "DRAFT")
+    given = {
+        "num_draft_tokens": 2,
+        "confidence_threshold": 0.25,
+        "default_max_tokens": 3,
+        "max_output_tokens": 4,
+        "max_queue": 5,
+        "max_body_bytes": 600,
+        "deadline_s": 7.0,
+        "drain_s": 8.0,
+    }
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    words += ["--host=h", "--port=0", "--model-name=m", "--api-key=k", "--draft=d"]
+    assert run(monkeypatch, "serve", "--target", "smollm2-135m", *words) == 0
+    assert serve.args[1:] == ("DRAFT", "TOKENIZER")
+    settings = serve.options.pop("settings")
+    assert {name: getattr(settings, name) for name in given} == given
+    assert serve.options == {"host": "h", "port": 0, "model_name": "m", "api_key": "k"}
+    assert run(monkeypatch, "serve", "--target", "smollm2-135m") == 0
+    assert serve.args[1] is None
+
+
+def test_limits_of_sample_and_bench_reach_the_prompts(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = stub("corpus.prompts.read_prompts", ["row"])
+    done = report(written=1, resumed=0, new_tokens=2, tokens_per_s=3.0)
+    sample = stub("corpus.sampler.sample_responses", done)
+    assert run(monkeypatch, "sample", "--prompts", "p", "--out", "o", "--limit", "5") == 0
+    assert read.args[:2] == (("p",), 5)
+    assert sample.args[2] == ["row"]
+    assert sample.args[3].out == "o"
+
+    stub("bench.prompt_sets.read_sets", {"a": [1, 2], "b": [3, 4]})
+    measure = stub("bench.serving.measure", SimpleNamespace(table=str, to_dict=dict))
+    words = ("--prompts", "p", "--limit", "3", "--max-tokens", "9", "--seed", "0", "--ignore-eos")
+    assert run(monkeypatch, "bench", "serving", *words) == 0
+    assert measure.args[1] == [1, 2, 3]
+    assert measure.options["max_tokens"] == 9
+    assert measure.options["seed"] == 0
+    assert measure.options["ignore_eos"] is True
+
+
+def test_capture_taps_the_layers_that_are_asked_for(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = stub("corpus.capture.capture", report(rows=1, tokens=2))
+    assert run(monkeypatch, "capture", "--out", "o", "draft.target_layer_ids=[0, 4]") == 0
+    assert capture.args[3].out == "o"
+    assert capture.args[4] == (0, 4)
+    assert run(monkeypatch, "capture", "draft.num_taps=2") == 0
+    assert capture.args[4] == (1, 3)
+    stub("export.load.read_config", SimpleNamespace(target_layer_ids=(2, 3)))
+    assert run(monkeypatch, "capture", "draft.init_from=x", "draft.num_taps=2") == 0
+    assert capture.args[4] == (2, 3)
+
+
+def test_the_doctor_fails_on_what_it_found(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        raise DataError("no usable row")
+
+    examine = stub("corpus.doctor.examine", report(render=lambda console: None, check=check))
+    assert run(monkeypatch, "doctor", "x.jsonl", "--max-length", "77", "--show", "0") == 2
+    assert examine.args[2].max_length == 77
+    assert examine.options == {"show": 0}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (RunError("the check failed"), 1, "error: the check failed\n"),
+        (DataError("no row"), 2, "error: no row\n"),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_an_error_says_which_kind_it_is_by_its_exit_code(
+    error: Exception,
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    class Kept(io.StringIO):
+        """A stream whose text outlives its end."""
+
+        said = ""
+
+        def close(self) -> None:
+            Kept.said = self.getvalue()
+
+    monkeypatch.setattr("dspark.demo.run", fail)
+    stream = Kept()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert run(monkeypatch, "demo") == code
+    assert stream.getvalue() == words
+    # a pipe reads results from there
+    assert capsys.readouterr().out == ""
