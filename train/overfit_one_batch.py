@@ -18,6 +18,7 @@ from dspark.config import TargetSettings
 from dspark.corpus.chat import generation_prompt_ids
 from dspark.decoding import DecodeParams, decode
 from dspark.errors import DSparkError
+from dspark.progress import quiet_transformers
 from dspark.provenance import write_text
 from dspark.target import load, load_tokenizer
 from dspark.training.trainer import run
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    quiet_transformers()
     try:
         share = overfit(args.target, args.prompt, args.tokens, args.out, args.overrides)
     except DSparkError as error:
