@@ -32,7 +32,7 @@ def report(**values: Any) -> SimpleNamespace:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replace a function by a `Stage`; target and tokenizer are words from the start."""
+    """Replace a function by a `Stage`; target and tokenizer are mere words from the start."""
 
     def replace(path: str, answer: Any = None) -> Stage:
         stage = Stage(answer)
@@ -41,6 +41,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     replace("target.load", SimpleNamespace(name="TARGET", num_layers=6))
     replace("target.load_tokenizer", "TOKENIZER")
+    replace("corpus.chat.check_template")
     return replace
 
 
@@ -58,6 +59,7 @@ def test_eval_hands_on_every_option(
     stub("bench.prompt_sets.read_sets", {"set": ["a prompt"]})
     stub("bench.report.print_evaluation")
     stub("export.load.load_draft", "DRAFT")
+    stub("export.template.warn_of_another")
     # zeros are values, and an option wins over an override
     words = ("eval", "--draft", "d", "--prompts", "p", "--limit", "3", "--max-new-tokens", "7",
              "--temperature", "0", "--top-p", "0.5", "--seed", "0", "--num-draft-tokens", "2",

@@ -417,7 +417,7 @@ def test_wandb_that_is_not_installed_is_a_sentence(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.stepz=3", "did you mean 'steps'"),
+        ("train.stepz=3", "did you mean 'train.steps'"),
         ("data.responses=[]", "data.responses is empty"),
         ("data.responses=[nowhere.jsonl]", "nowhere.jsonl"),
         ("train.features=offline", "data.shards is not set"),
