@@ -9,15 +9,18 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dspark
 
-__all__ = ["collect", "temporary_name", "write_json", "write_text"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["collect", "save_tensors", "temporary_name", "write_json", "write_text"]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "deepspeed", "triton")
 
@@ -73,3 +76,19 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of ``value`` as indented JSON."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def save_tensors(
+    tensors: "Mapping[str, Tensor]", path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file that others may read as far as the umask lets them.
+
+    The library itself leaves it readable by its owner alone, so that a server under another
+    account could not open an export.
+    """
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path, metadata=dict(metadata or {"format": "pt"}))
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError, DataError
-from dspark.provenance import temporary_name, write_json
+from dspark.provenance import save_tensors, temporary_name, write_json
 
 __all__ = [
     "FORMAT",
@@ -131,7 +130,7 @@ def write_shard(
         "skipped": json.dumps(skipped),
     }
     with temporary_name(path) as aside:
-        save_file(tensors, aside, metadata=names)
+        save_tensors(tensors, aside, names)
     return _describe(path)
 
 

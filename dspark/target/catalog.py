@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark.errors import MissingPackageError
-from dspark.provenance import write_json
+from dspark.provenance import save_tensors, write_json
 
 __all__ = ["NAMES", "materialise"]
 
@@ -99,7 +98,7 @@ def _convert(source: Path, out: Path) -> None:
         elif ".attn_k." in tensor.name:
             values = _rotate_halves(values, groups)
         weights[_hf_name(tensor.name)] = values.to(torch.bfloat16).contiguous()
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(weights, out / "model.safetensors")
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     tokenizer.save_pretrained(str(out))
     eos, bos = int(field("tokenizer.ggml.eos_token_id")), int(field("tokenizer.ggml.bos_token_id"))

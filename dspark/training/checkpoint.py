@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark import config_io, provenance
@@ -147,7 +147,7 @@ def _save(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(plain, aside / "model.safetensors", metadata={"format": "pt"})
+    provenance.save_tensors(plain, aside / "model.safetensors")
     torch.save(dict(moments), aside / "optimizer.pt")
     provenance.write_json(aside / "config.json", dict(draft_config))
     provenance.write_json(aside / "trainer_state.json", asdict(state))

@@ -116,7 +116,7 @@ def test_a_disk_that_refuses_is_one_sentence_and_nothing_is_left(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dspark.export.hf.save_file", full)
+    monkeypatch.setattr("dspark.provenance.save_tensors", full)
     with pytest.raises(RunError, match=r"cannot write the export .*No space left"):
         export_draft(tiny_draft(target), tmp_path / "out", target, check=False)
     assert list(tmp_path.iterdir()) == []
