@@ -4,7 +4,7 @@ One YAML file holds the sections of all stages, so that `sample`, `capture`, `tr
 of one run read the same target, template and seed. Reading and overriding: `config_io`.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -43,6 +43,11 @@ class TargetSettings(_Settings):
     """auto: bfloat16 on a GPU and on CPUs with bf16 arithmetic, float32 elsewhere."""
     device: str = "auto"
     """auto: this process's GPU when there is one, else cpu."""
+    apply_swiglu_limits: bool = True
+    """Ling-3.0 only: the SwiGLU limits that serving engines apply; false for parity with
+    modeling code that leaves them out."""
+    config_overrides: dict[str, Any] | None = None
+    """Ling-3.0 only: keys of config.json to replace, such as `rope_scaling` (YaRN)."""
 
 
 class DraftSettings(_Settings):

@@ -10,10 +10,22 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dspark.config import DraftSettings
 from dspark.draft import DSparkDraftModel
 from dspark.draft.config import config_for_target
-from dspark.target import Target
+from dspark.target import HFTarget, LingTarget, Target
+from dspark.target.config import LingConfig
+from dspark.target.model import LingModel
 from dspark.target.rows import ATTENTION_NAME
+from dspark.target.synthetic import make_checkpoint, synthetic
+from dspark.target.weights import fill
 
-__all__ = ["save_tiny_target", "tiny_draft", "tiny_target", "tiny_tokenizer"]
+__all__ = [
+    "TINY_LING",
+    "save_tiny_ling",
+    "save_tiny_target",
+    "tiny_draft",
+    "tiny_ling",
+    "tiny_target",
+    "tiny_tokenizer",
+]
 
 SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 TINY_VOCAB = 256 + len(SPECIALS)
@@ -65,9 +77,9 @@ def _tiny_model(seed: int, **overrides: Any) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def tiny_target(seed: int = 0, **overrides: Any) -> Target:
+def tiny_target(seed: int = 0, **overrides: Any) -> HFTarget:
     """A random float32 Llama of six narrow layers over `tiny_tokenizer`'s vocabulary."""
-    return Target(_tiny_model(seed, **overrides), "tiny")
+    return HFTarget(_tiny_model(seed, **overrides), "tiny")
 
 
 def save_tiny_target(directory: Path, seed: int = 0, **overrides: Any) -> Path:
@@ -75,6 +87,87 @@ def save_tiny_target(directory: Path, seed: int = 0, **overrides: Any) -> Path:
     _tiny_model(seed, **overrides).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
+
+
+TINY_LING: dict[str, dict[str, Any]] = {}
+"""Two configs that together take every branch of a Ling-3.0 model: `flash` has a ragged tail,
+SwiGLU limits low enough to bind and a NEXTN block, `tiny` a low-rank query and none of these."""
+TINY_LING["flash"] = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "layer_group_size": 3,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 6000000,
+    "rope_scaling": None,
+    "rope_interleave": True,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "short_conv_kernel_size": 4,
+    "no_kda_lora": True,
+    "kda_safe_gate": True,
+    "kda_lower_bound": -5.0,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "score_function": "sigmoid",
+    "router_dtype": "fp32",
+    "expert_swiglu_limit_list": [0, 0, 0, 0, 0.05, 0, 0.05],
+    "share_expert_swiglu_limit_list": [0, 0, 0.07, 0, 0, 0.05, 0],
+    "num_nextn_predict_layers": 1,
+    "mtp_use_kda": False,
+    "eos_token_id": 3,
+    "pad_token_id": 2,
+    "hidden_act": "silu",
+    # large enough that random logits have a clear maximum
+    "initializer_range": 0.2,
+}
+TINY_LING["tiny"] = {
+    **TINY_LING["flash"],
+    "num_hidden_layers": 6,
+    "q_lora_rank": 24,
+    "expert_swiglu_limit_list": None,
+    "share_expert_swiglu_limit_list": None,
+    "num_nextn_predict_layers": 0,
+}
+
+
+def save_tiny_ling(directory: Path, variant: str = "flash", seed: int = 0, **keys: Any) -> Path:
+    """A synthetic checkpoint of `TINY_LING`; ``keys`` replace some of its config's."""
+    config = LingConfig.from_dict({**TINY_LING[variant], **keys})
+    make_checkpoint(config, directory, seed=seed)
+    return directory
+
+
+def tiny_ling(
+    variant: str = "flash", seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any
+) -> LingTarget:
+    """A random Ling-3.0 target; ``options`` are those of `LingModel`."""
+    config = LingConfig.from_dict(TINY_LING[variant])
+    model = LingModel(config, **options).to(dtype)
+    fill(model, lambda spec: synthetic(spec, config, seed))
+    return LingTarget(model, f"tiny-{variant}")
 
 
 def tiny_draft(target: Target, seed: int = 0, **settings: Any) -> DSparkDraftModel:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache
 
-from dspark.target import Target
+from dspark.decoding import DecodeParams, decode
+from dspark.target import HFTarget, Target
 
 __all__ = ["agreement", "library_decode"]
 
@@ -23,6 +24,8 @@ def library_decode(
 ) -> tuple[list[int], list[float]]:
     """Greedy output through transformers' own cache, and the seconds of every step behind the
     prefill."""
+    if not isinstance(target, HFTarget):
+        return _own_decode(target, prompt_ids, max_new_tokens)
     model = target.model
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache = DynamicCache()
@@ -41,6 +44,14 @@ def library_decode(
             break
         ids = torch.tensor([[token]], device=target.device)
     return tokens, steps[1:]
+
+
+def _own_decode(
+    target: Target, prompt_ids: Sequence[int], max_new_tokens: int
+) -> tuple[list[int], list[float]]:
+    """For targets that no library runs here: our own step without a draft."""
+    done = decode(target, None, prompt_ids, DecodeParams(max_new_tokens))
+    return done.token_ids, done.step_s
 
 
 def agreement(one: Sequence[int], other: Sequence[int]) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from dspark.cli import corpus, distill, serve
+from dspark.cli import corpus, distill, models, serve
 from dspark.cli.common import set_up
 from dspark.errors import DSparkError
 
@@ -32,6 +32,7 @@ app = typer.Typer(
 corpus.register(app)
 distill.register(app)
 serve.register(app)
+models.register(app)
 
 
 def main() -> None:

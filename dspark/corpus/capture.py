@@ -21,6 +21,7 @@ from dspark.config import CaptureSettings, DataSettings
 from dspark.corpus import store
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, Row, collate
+from dspark.corpus.ids import id_limit
 from dspark.corpus.store import Header, Shard, ShardRow
 from dspark.errors import ConfigError, RunError
 from dspark.progress import Bar
@@ -73,7 +74,7 @@ def capture(
         DataError: there is no usable row.
         RunError: the features of more than 1% of the rows are unusable.
     """
-    rows = ResponseRows(data, tokenizer, vocab_size=min(len(tokenizer), target.vocab_size))
+    rows = ResponseRows(data, tokenizer, vocab_size=min(id_limit(tokenizer), target.vocab_size))
     out = Path(settings.out)
     header = Header(
         target=target.name,

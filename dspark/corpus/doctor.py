@@ -14,6 +14,7 @@ from dspark.config import DataSettings
 from dspark.corpus.chat import check_template, generation_prompt_ids, template_hash
 from dspark.corpus.doctor_report import DoctorReport, Preview
 from dspark.corpus.files import RawRow, expand, read_rows
+from dspark.corpus.ids import id_limit
 from dspark.corpus.messages import conversation, user_turns
 from dspark.corpus.prompts import parse_prompt
 from dspark.corpus.rejects import Reason, RowError
@@ -90,7 +91,7 @@ def _answer(
     contents: set[bytes],
     show: int,
 ) -> None:
-    rows = parse_responses(raw, tokenizer, vocab_size=len(tokenizer))
+    rows = parse_responses(raw, tokenizer, vocab_size=id_limit(tokenizer))
     for row in rows:
         _claim(row.key, keys)
     # a conversation counts as the sequences it is trained as

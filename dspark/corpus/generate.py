@@ -16,7 +16,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from dspark.corpus.draw import Draw
+from dspark.corpus.ling_batch import LingBatch
 from dspark.errors import RunError
-from dspark.target import Target
+from dspark.target import HFTarget, LingTarget, Target
 
 __all__ = ["generate"]
 
@@ -137,7 +138,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 class _Batch:
     """The model, its cache, and what a step of the rows still running reads and writes."""
 
-    def __init__(self, target: Target, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, target: HFTarget, prompts: Sequence[Sequence[int]]) -> None:
         target.pack()
         self._target = target
         device = target.device
@@ -276,7 +277,11 @@ def generate(
     Raises:
         RunError: the target's logits are NaN.
     """
-    batch = _Batch(target, prompts)
+    batch: _Batch | LingBatch = (
+        LingBatch(target, prompts)
+        if isinstance(target, LingTarget)
+        else _Batch(cast(HFTarget, target), prompts)
+    )
     alive = list(range(len(prompts)))
     left = torch.tensor(limits, device=target.device)
     ends = torch.tensor(sorted(target.eos_ids), dtype=torch.int64, device=target.device)

@@ -23,6 +23,7 @@ from dspark.corpus.chat import check_template, generation_prompt_ids, template_h
 from dspark.corpus.draw import Draw
 from dspark.corpus.files import read_rows
 from dspark.corpus.generate import generate
+from dspark.corpus.ids import id_limit
 from dspark.corpus.messages import Message
 from dspark.corpus.prompts import Prompt
 from dspark.corpus.rejects import Reason, Rejects, RowError
@@ -121,7 +122,7 @@ def sample_responses(
     with ResponseWriter(out) as writer, Bar("sampling", len(tasks)) as bar:
         for start in range(0, len(tasks), settings.batch_size):
             batch = tasks[start : start + settings.batch_size]
-            for finished in _answers(target, batch, settings, len(tokenizer)):
+            for finished in _answers(target, batch, settings, id_limit(tokenizer)):
                 rows = []
                 for position, new_ids in finished:
                     task = batch[position]

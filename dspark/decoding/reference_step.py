@@ -138,7 +138,7 @@ class ReferenceStep:
     @property
     def position(self) -> int:
         """Absolute position of the anchor."""
-        return self._cache.length
+        return int(self._cache.length)
 
     def prefill(self, prompt_ids: Tensor) -> int:
         """Consume the prompt [S]; the first token of the output, which is the first anchor."""

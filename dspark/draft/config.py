@@ -132,6 +132,7 @@ def config_for_target(
         )
     heads = int(target_config.num_attention_heads)
     rope = getattr(target_config, "rope_parameters", None) or {}
+    eos = getattr(target_config, "eos_token_id", None)
     width = draft.intermediate_size or getattr(target_config, "intermediate_size", None)
     if not width:
         raise ConfigError("draft.intermediate_size must be given: the target has no dense MLP")
@@ -153,7 +154,7 @@ def config_for_target(
         layer_types=["full_attention"] * draft.num_layers,
         pad_token_id=getattr(target_config, "pad_token_id", None),
         bos_token_id=getattr(target_config, "bos_token_id", None),
-        eos_token_id=getattr(target_config, "eos_token_id", None),
+        eos_token_id=list(eos) if isinstance(eos, tuple) else eos,
         block_size=draft.block_size,
         target_layer_ids=list(ids),
         num_target_layers=layers,

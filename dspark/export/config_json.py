@@ -88,8 +88,13 @@ def read_json(directory: Path) -> dict[str, Any]:
     return raw
 
 
-def from_json(raw: Mapping[str, Any], where: str) -> DSparkConfig:
+def from_json(
+    raw: Mapping[str, Any], where: str, *, target_layers: int | None = None
+) -> DSparkConfig:
     """The draft's shape from the object in config.json; ``where`` names it in errors.
+
+    ``target_layers`` stands in for a missing `num_target_layers`, which shapes nothing and which
+    not every exporter writes.
 
     Raises:
         CheckpointError: another architecture, a key that is missing, contradictory or of the
@@ -102,6 +107,8 @@ def from_json(raw: Mapping[str, Any], where: str) -> DSparkConfig:
             f"{', '.join(ARCHITECTURES[:-1])} or {ARCHITECTURES[-1]}"
         )
     flat = _promote(raw, where)
+    if flat.get("num_target_layers") is None:
+        flat["num_target_layers"] = target_layers
     for key, value in _OTHER_MEANING.items():
         if flat.get(key, value) != value:
             raise CheckpointError(

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark import provenance
@@ -124,7 +123,7 @@ def _write(
         # clones: a tied target has one table under two names, which safetensors refuses
         tables = (target.embed_weight.clone(), target.head_weight.clone())
         weights.update(zip(FROZEN, tables, strict=True))
-    save_file(_rounded(weights, place), aside / WEIGHTS_NAME, metadata={"format": "pt"})
+    provenance.save_tensors(_rounded(weights, place), aside / WEIGHTS_NAME)
     provenance.write_json(
         aside / "config.json", to_json(draft.config, architecture=_architecture(target))
     )
@@ -164,8 +163,8 @@ def _rounded(weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
 
 def _architecture(target: Target) -> str:
     """Engines pick the draft's entry by the target's family; the network is the same."""
-    names = getattr(target.model.config, "architectures", None) or [""]
-    return "LingDSparkModel" if names[0].startswith("Bailing") else "Qwen3DSparkModel"
+    ling = target.architecture.startswith("Bailing")
+    return "LingDSparkModel" if ling else "Qwen3DSparkModel"
 
 
 def _own_probe(read: Source, target: Target, tokenizer: Any) -> Probe:

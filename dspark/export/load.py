@@ -21,14 +21,18 @@ __all__ = ["build_draft", "check_fit", "load_draft", "read_config"]
 _TRAINING_FILES = ("trainer_state.json", "optimizer.pt", "latest")
 
 
-def read_config(path: str | Path) -> DSparkConfig:
-    """Shape of the draft in ``path``; weights are not read.
+def read_config(path: str | Path, target: Target | None = None) -> DSparkConfig:
+    """Shape of the draft in ``path``, for ``target`` if it is given; weights are not read.
 
     Raises:
         CheckpointError: no exported draft, or one that is not understood.
     """
     directory = _directory(path)
-    return from_json(read_json(directory), str(directory / "config.json"))
+    return from_json(
+        read_json(directory),
+        str(directory / "config.json"),
+        target_layers=target.num_layers if target is not None else None,
+    )
 
 
 def load_draft(
@@ -49,7 +53,7 @@ def load_draft(
     Raises:
         CheckpointError: it is a training checkpoint, is incomplete, or does not fit the target.
     """
-    config = read_config(path)
+    config = read_config(path, target)
     directory = _directory(path)
     if target is not None:
         check_fit(config, target, str(directory))

@@ -1,5 +1,6 @@
 """The target: a frozen post-trained model that is sampled, tapped and verified against."""
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -10,10 +11,26 @@ import torch
 from dspark.config import TargetSettings
 from dspark.errors import TargetError
 from dspark.target import catalog
-from dspark.target.hf import Features, Rows, Target
+from dspark.target.base import Features, Rows, Target
+from dspark.target.config import LingConfig, is_ling
+from dspark.target.hf import HFTarget
+from dspark.target.ling import LingTarget
+from dspark.target.model import Reduce
 from dspark.target.rows import ATTENTION_NAME, RowCache
+from dspark.target.weights import load_model
 
-__all__ = ["Features", "RowCache", "Rows", "Target", "load", "load_tokenizer", "resolve"]
+__all__ = [
+    "Features",
+    "HFTarget",
+    "LingTarget",
+    "RowCache",
+    "Rows",
+    "Target",
+    "load",
+    "load_ling",
+    "load_tokenizer",
+    "resolve",
+]
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +68,18 @@ def load(
         TargetError: it cannot be found or read, or its architecture is not supported.
     """
     settings = TargetSettings(path=settings) if isinstance(settings, str) else settings
-    from transformers import AutoModelForCausalLM
-
     where = _device(device or settings.device)
     place = resolve(settings)
+    raw = _raw_config(place, settings)
+    if is_ling(raw) or raw.get("model_type") == "bailing_hybrid":
+        return load_ling(settings, device=where, dtype=_dtype(dtype or settings.dtype, where))
+    if settings.config_overrides:
+        raise TargetError(
+            f"target.config_overrides {dict(settings.config_overrides)} is for Ling-3.0 targets; "
+            f"'{settings.path}' is {raw.get('architectures')}"
+        )
+    from transformers import AutoModelForCausalLM
+
     try:
         model = AutoModelForCausalLM.from_pretrained(
             place,
@@ -64,7 +89,65 @@ def load(
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise TargetError(_first_line(settings.path, error)) from error
-    return Target(model.to(where), settings.path, settings.revision)
+    return HFTarget(model.to(where), settings.path, settings.revision)
+
+
+def load_ling(
+    settings: TargetSettings,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: int = 1,
+    rank: int = 0,
+    reduce: Reduce | None = None,
+) -> LingTarget:
+    """Load a Ling-3.0 checkpoint, whole or as one of ``ranks`` (``reduce`` sums over them).
+
+    Raises:
+        TargetError: it cannot be found, does not fit its config, or is not a Ling-3.0 model.
+    """
+    from transformers import GenerationConfig
+
+    directory = _directory(resolve(settings), settings)
+    config = LingConfig.from_file(directory / "config.json", settings.config_overrides)
+    model = load_model(
+        directory,
+        config,
+        device=device,
+        dtype=dtype,
+        ranks=ranks,
+        rank=rank,
+        reduce=reduce,
+        swiglu_limits=settings.apply_swiglu_limits,
+    )
+    generation = None
+    if (directory / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(directory)
+    return LingTarget(model, settings.path, settings.revision, generation)
+
+
+def _raw_config(place: str, settings: TargetSettings) -> dict[str, Any]:
+    """config.json of a directory or hub id; empty where there is none, which others report."""
+    from transformers.utils import cached_file
+
+    try:
+        file = cached_file(place, "config.json", revision=settings.revision)
+        raw = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _directory(place: str, settings: TargetSettings) -> Path:
+    if Path(place).is_dir():
+        return Path(place)
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+        return Path(snapshot_download(place, revision=settings.revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise TargetError(_first_line(settings.path, error)) from error
 
 
 def load_tokenizer(settings: TargetSettings | str) -> Any:

@@ -1,16 +1,10 @@
-"""Any transformers causal LM with a key/value cache as a target.
+"""Any transformers causal LM with a key/value cache as a target; taps are taken by hooks.
 
-A tap is the output of decoder layer i, 0-based, as a forward hook sees it (`hidden_states[i + 1]`
-of transformers); the last hidden state is the one behind the final norm, so that `logits` of it
-are the model's. Both are what the draft is trained on and what a verify step hands to it.
-
-Symbols: B batch, S positions, T verify rows, D hidden, F tapped layers, V vocabulary.
+Symbols: B batch, S positions, T rows, M sequences, D hidden, F tapped layers, V vocabulary.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,32 +13,15 @@ from transformers import PreTrainedModel
 
 from dspark.errors import TargetError
 from dspark.kernels.packed_linear import pack_linears
+from dspark.target.base import Features, Target, check_layer_ids, join_taps
 from dspark.target.lockstep import LockstepCache
-from dspark.target.rows import RowCache, padded_rows
+from dspark.target.rows import RowCache
 
-__all__ = ["Features", "Rows", "Target"]
-
-_PREFILL_ROWS = 512
+__all__ = ["HFTarget"]
 
 
-@dataclass(frozen=True)
-class Features:
-    """What the draft learns from."""
-
-    taps: Tensor  # [B, S, F*D]
-    last_hidden: Tensor  # [B, S, D], behind the final norm
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Result of a decode call."""
-
-    logits: Tensor  # [T, V] (prefill: [1, V], of the last token)
-    taps: Tensor  # [T, F*D] (prefill: of every prompt token)
-
-
-class Target:
-    """A frozen model, its taps, and a batch-1 decode that can be rolled back.
+class HFTarget(Target):
+    """A `PreTrainedModel` whose attention goes through `dspark.target.rows`.
 
     Raises:
         TargetError: the model keeps recurrent state, or its layers or head cannot be found.
@@ -75,31 +52,6 @@ class Target:
         self._check_head()
 
     @property
-    def hidden_size(self) -> int:
-        return int(self.config.hidden_size)
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.config.num_hidden_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the output head, which may exceed the tokenizer's length."""
-        return int(self._head.weight.shape[0])
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return int(self.config.max_position_embeddings)
-
-    @property
-    def device(self) -> torch.device:
-        return self._head.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._head.weight.dtype
-
-    @property
     def _window(self) -> int | None:
         window: int | None = getattr(self.config, "sliding_window", None)
         return window
@@ -113,6 +65,11 @@ class Target:
     def head_weight(self) -> Tensor:  # [V, D]
         return self._head.weight
 
+    @property
+    def architecture(self) -> str:
+        names = getattr(self.model.config, "architectures", None) or [""]
+        return str(names[0])
+
     @torch.no_grad()
     def features(
         self,
@@ -124,7 +81,7 @@ class Target:
         input_ids = input_ids.to(self.device)
         with self._tapped(layer_ids) as taken:
             out = self._decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        return Features(_join(taken, layer_ids, out.last_hidden_state), out.last_hidden_state)
+        return Features(join_taps(taken, layer_ids, out.last_hidden_state), out.last_hidden_state)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] behind the final norm -> [..., V]."""
@@ -143,34 +100,6 @@ class Target:
         return RowCache(tuple(layer_ids))
 
     @torch.no_grad()
-    def prefill(self, cache: RowCache, input_ids: Tensor) -> Rows:
-        """Run a prompt [S] behind the cursor and commit it; logits of its last token only."""
-        taps = []
-        hidden = None
-        for piece in torch.split(input_ids.to(self.device), _PREFILL_ROWS):
-            hidden, tap = self._extend(cache, piece)
-            cache.commit(len(piece))
-            taps.append(tap)
-        assert hidden is not None
-        return Rows(self._row_logits(hidden[-1:])[:1], torch.cat(taps))
-
-    @torch.no_grad()
-    def verify(self, cache: RowCache, input_ids: Tensor) -> Rows:
-        """Run T <= 16 tokens [T] behind the cursor; nothing is committed until `commit`.
-
-        A token's logits are the same to the bit for every T and every row it may stand in.
-        """
-        count = len(input_ids)
-        padded = input_ids.new_full((padded_rows(count),), int(input_ids[0]))
-        padded[:count] = input_ids
-        hidden, taps = self._extend(cache, padded.to(self.device))
-        return Rows(self.logits(hidden)[:count], taps[:count])
-
-    def commit(self, cache: RowCache, rows: int) -> None:
-        """Keep the first ``rows`` rows of the last `verify`."""
-        cache.commit(rows)
-
-    @torch.no_grad()
     def step_together(self, cache: LockstepCache, input_ids: Tensor) -> Tensor:
         """One token of each sequence [M]; their logits [M, V], equal to those of `verify`.
 
@@ -187,21 +116,9 @@ class Target:
         )
         return self.logits(out.last_hidden_state[0])[:count]
 
-    def fingerprint(self) -> str:
-        """16 hex digits that tie features and drafts to these weights."""
-        digest = hashlib.sha256()
-        for name, parameter in sorted(self.model.named_parameters()):
-            digest.update(f"{name}{tuple(parameter.shape)}".encode())
-            digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
-
-    def _row_logits(self, hidden: Tensor) -> Tensor:
-        """Logits with the rows of a step, so that prefill and verify agree to the bit."""
-        padded = hidden.new_zeros(padded_rows(len(hidden)), hidden.shape[1])
-        padded[: len(hidden)] = hidden
-        return self.logits(padded)
-
-    def _extend(self, cache: RowCache, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _extend(
+        self, cache: RowCache, input_ids: Tensor, count: int | None
+    ) -> tuple[Tensor, Tensor]:
         rows = len(input_ids)
         cache.begin(rows, self._window, self.device)
         positions = cache.length + torch.arange(rows, device=self.device)
@@ -213,7 +130,7 @@ class Target:
                 row_cache=cache,
             )
         hidden = out.last_hidden_state
-        return hidden[0], _join(taken, cache.layer_ids, hidden)[0]
+        return hidden[0], join_taps(taken, cache.layer_ids, hidden)[0]
 
     @contextmanager
     def _tapped(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -245,25 +162,6 @@ class Target:
                 f"from the model's own logits by up to {(ours - theirs).abs().max():.3g}; this "
                 "architecture transforms its logits in a way that is not known here"
             )
-
-
-def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
-    """Taps are layer outputs 0..N-1.
-
-    Raises:
-        TargetError: an id is out of range.
-    """
-    for layer in layer_ids:
-        if not 0 <= layer < num_layers:
-            raise TargetError(
-                f"tap layer {layer} is out of range: the target has layers 0..{num_layers - 1}"
-            )
-
-
-def _join(taken: dict[int, Tensor], layer_ids: Sequence[int], like: Tensor) -> Tensor:
-    if not layer_ids:
-        return like.new_empty(*like.shape[:-1], 0)
-    return torch.cat([taken[i] for i in layer_ids], dim=-1)
 
 
 def _ids(value: Any) -> set[int]:

@@ -16,7 +16,7 @@ from dspark.target.rows import CHUNK, RowCache, chunk_masks, padded_rows, row_at
 
 __all__ = ["LockstepCache"]
 
-_ROWS = padded_rows(1)
+_ROWS = padded_rows(1, torch.device("cpu"))
 """Each sequence's attention has the shape it has in a step of its own."""
 
 
@@ -34,8 +34,8 @@ class LockstepCache:
     layer_ids: tuple[int, ...] = ()
 
     def __init__(self, caches: Sequence[RowCache], room: int) -> None:
-        self.rows = padded_rows(len(caches))
         device = caches[0].device
+        self.rows = padded_rows(len(caches), device)
         self.lengths = torch.tensor([cache.length for cache in caches], device=device)  # [M]
         needed = int(self.lengths.max()) + room
         self._capacity = -(-needed // CHUNK) * CHUNK

@@ -17,24 +17,36 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-__all__ = ["ATTENTION_NAME", "CHUNK", "RowCache", "chunk_masks", "padded_rows", "row_attention"]
+__all__ = [
+    "ATTENTION_NAME",
+    "CHUNK",
+    "MOST_ROWS",
+    "RowCache",
+    "chunk_masks",
+    "padded_rows",
+    "row_attention",
+]
 
 ATTENTION_NAME = "dspark_rows"
 CHUNK = 256
 _TILES = (8, 16)
+MOST_ROWS = _TILES[-1]
+"""Rows of the widest step."""
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def padded_rows(rows: int) -> int:
-    """Rows a step of ``rows`` tokens is computed with: 8 or 16.
+def padded_rows(rows: int, device: torch.device) -> int:
+    """Rows a step of ``rows`` tokens is computed with: 8 or 16 on a CPU, always 16 elsewhere.
+
+    A GPU's library chooses another kernel for 16 rows than for 8, with another order of sums.
 
     Raises:
         ValueError: more than 16 rows.
     """
-    for tile in _TILES:
+    for tile in _TILES if device.type == "cpu" else _TILES[-1:]:
         if rows <= tile:
             return tile
-    raise ValueError(f"a verify step takes at most {_TILES[-1]} rows, got {rows}")
+    raise ValueError(f"a verify step takes at most {MOST_ROWS} rows, got {rows}")
 
 
 def chunk_masks(
@@ -142,10 +154,10 @@ class RowCache:
 def row_attention(
     query: Tensor,  # [H, R, N]
     key: Tensor,  # [G, chunks * C, N] float32
-    value: Tensor,  # [G, chunks * C, N] float32
+    value: Tensor,  # [G, chunks * C, X] float32
     masks: list[Tensor],  # per chunk, broadcast to [G, H/G * R, C], float32
     scaling: float,
-) -> Tensor:  # [R, H, N] in the dtype of `query`
+) -> Tensor:  # [R, H, X] in the dtype of `query`
     """Causal attention in float32, chunk after chunk with a running maximum.
 
     The arithmetic of a row depends on its own position and on nothing else: products have the
@@ -175,7 +187,7 @@ def row_attention(
             total = total * scale + part
             norm = norm * scale + mass
     assert total is not None
-    out = total.div_(norm).view(heads, rows, size)
+    out = total.div_(norm).view(heads, rows, -1)
     return out.transpose(0, 1).to(query.dtype)
 
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dspark.config import Config, DraftSettings
 from dspark.corpus.chat import generation_prompt_ids
+from dspark.corpus.ids import id_limit
 from dspark.draft.config import DSparkConfig, check_mask_token, config_for_target
 from dspark.draft.model import DSparkDraftModel
 from dspark.errors import ConfigError
@@ -62,7 +63,8 @@ def mask_token(
     taken = ends | {pad, tokenizer.bos_token_id, tokenizer.unk_token_id}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
-    padding = range(len(tokenizer), target.vocab_size)  # rows of the table that no text reaches
+    # rows of the table that no text reaches
+    padding = range(id_limit(tokenizer), target.vocab_size)
     for candidate in [*sorted(special), *padding]:
         if candidate not in taken and candidate not in used and candidate < target.vocab_size:
             log.info("mask token: %d, which the data never holds", candidate)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from dspark.config import Config
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, Row, ShardRows
+from dspark.corpus.ids import id_limit
 from dspark.errors import ConfigError, DataError
 from dspark.target import Target
 
@@ -51,7 +52,7 @@ def open_rows(config: Config, tokenizer: Any) -> TrainingRows:
     for source in data.responses:
         if source == config.sample.out and not Path(source).exists():
             raise DataError(f"data.responses {source} is not there yet: run `dspark sample` first")
-    return ResponseRows(data, tokenizer, vocab_size=len(tokenizer))
+    return ResponseRows(data, tokenizer, vocab_size=id_limit(tokenizer))
 
 
 def check_features(

@@ -7,7 +7,7 @@ import torch
 
 from dspark.decoding import DecodeParams, SamplingParams, decode, decode_plain
 from dspark.errors import ConfigError
-from dspark.target import Target
+from dspark.target import HFTarget
 from dspark.target.lockstep import LockstepCache
 from dspark.testing import tiny_target
 
@@ -21,7 +21,7 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> HFTarget:
     return tiny_target()
 
 
@@ -51,7 +51,7 @@ def test_rows_are_equal_to_the_bit(count: int, dtype: torch.dtype, window: int |
 
 @pytest.mark.parametrize("length", [255, 256, 257])
 def test_the_longest_sequence_sees_its_own_token_in_a_new_chunk(
-    target: Target, length: int
+    target: HFTarget, length: int
 ) -> None:
     """No other sequence is longer, so nothing else makes the step read the next chunk."""
     ids = prompts((length, 4))
@@ -69,7 +69,7 @@ def test_the_longest_sequence_sees_its_own_token_in_a_new_chunk(
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_p=0.9, seed=4)])
-def test_outputs_end_where_each_would_alone(target: Target, sampling: SamplingParams) -> None:
+def test_outputs_end_where_each_would_alone(target: HFTarget, sampling: SamplingParams) -> None:
     """Own seeds and budgets, stop ids, the context limit, and more prompts than a step has rows."""
     many = [*prompts(), *prompts((4, 12, 30, 500, 64, 65, 66, 20, 21))]
     params = [
@@ -91,6 +91,6 @@ def test_outputs_end_where_each_would_alone(target: Target, sampling: SamplingPa
     assert max(lengths) == 0
 
 
-def test_a_prompt_that_fills_the_context_is_refused(target: Target) -> None:
+def test_a_prompt_that_fills_the_context_is_refused(target: HFTarget) -> None:
     with pytest.raises(ConfigError, match="positions"):
         decode_plain(target, [[5], [5] * 512], [DecodeParams(4)] * 2)

@@ -19,7 +19,7 @@ from dspark.corpus.rejects import Reason
 from dspark.corpus.responses import Response, read_responses
 from dspark.corpus.sampler import SampleReport, sample_responses
 from dspark.errors import ConfigError, DataError, RunError, TargetError
-from dspark.target import Target, load, load_tokenizer
+from dspark.target import HFTarget, Target, load, load_tokenizer
 from dspark.testing import save_tiny_target, tiny_target, tiny_tokenizer
 
 torch.set_num_threads(1)
@@ -116,7 +116,7 @@ def test_a_sliding_window_target_is_sampled_with_its_window(tokenizer: Any, tmp_
         eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(0)
-    windowed = Target(Qwen2ForCausalLM(config), "windowed")
+    windowed = HFTarget(Qwen2ForCausalLM(config), "windowed")
     greedy = (SamplingSetting(temperature=0),)
     rows, _ = sample(windowed, tokenizer, 4, tmp_path / "r.jsonl", settings=greedy)
     for prompt in prompts(4):

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from dspark.config import TargetSettings
 from dspark.errors import TargetError
-from dspark.target import Target, load, load_tokenizer
+from dspark.target import HFTarget, Target, load, load_tokenizer
 from dspark.target.rows import ATTENTION_NAME, CHUNK, padded_rows
 from dspark.testing import save_tiny_target, tiny_target
 
@@ -107,9 +107,11 @@ def test_after_a_rejection_at_any_row_the_state_is_a_fresh_one(target: Target, k
 
 
 def test_steps_have_eight_or_sixteen_rows() -> None:
-    assert [padded_rows(n) for n in (1, 8, 9, 16)] == [8, 8, 16, 16]
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [padded_rows(n, cpu) for n in (1, 8, 9, 16)] == [8, 8, 16, 16]
+    assert [padded_rows(n, gpu) for n in (1, 8, 9, 16)] == [16, 16, 16, 16]
     with pytest.raises(ValueError, match="17"):
-        padded_rows(17)
+        padded_rows(17, cpu)
 
 
 @pytest.mark.parametrize("layer", [-1, 6, 99])
@@ -132,7 +134,7 @@ def test_grouped_queries_head_norms_and_untied_heads_work() -> None:
         attn_implementation=ATTENTION_NAME,
     )
     torch.manual_seed(0)
-    target = Target(Qwen3ForCausalLM(config), "qwen")
+    target = HFTarget(Qwen3ForCausalLM(config), "qwen")
     ids = torch.arange(20)
     with torch.no_grad():
         logits = target.model(ids[None]).logits[0]
@@ -159,7 +161,7 @@ def test_a_sliding_window_hides_old_keys() -> None:
         attn_implementation=ATTENTION_NAME,
     )
     torch.manual_seed(0)
-    target = Target(MistralForCausalLM(config), "mistral")
+    target = HFTarget(MistralForCausalLM(config), "mistral")
     ids = torch.arange(24)
     with torch.no_grad():
         logits = target.model(ids[None]).logits[0]
@@ -186,7 +188,7 @@ def test_a_head_that_is_more_than_a_product_is_refused() -> None:
         attn_implementation=ATTENTION_NAME,
     )
     with pytest.raises(TargetError, match="logits"):
-        Target(Odd(config), "odd")
+        HFTarget(Odd(config), "odd")
 
 
 def test_a_recurrent_target_is_refused(target: Target) -> None:
@@ -194,7 +196,7 @@ def test_a_recurrent_target_is_refused(target: Target) -> None:
     model = LlamaForCausalLM(config)
     model.config.layer_types = ["linear_attention"] * 6
     with pytest.raises(TargetError, match="recurrent"):
-        Target(model, "hybrid")
+        HFTarget(model, "hybrid")
 
 
 def test_save_and_load(tmp_path: Path) -> None:

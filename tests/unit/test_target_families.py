@@ -19,7 +19,7 @@ from transformers import (
 
 from dspark.config import TargetSettings
 from dspark.errors import TargetError
-from dspark.target import Target, load, load_tokenizer
+from dspark.target import HFTarget, load, load_tokenizer
 from dspark.target.lockstep import LockstepCache
 from dspark.target.rows import ATTENTION_NAME
 from dspark.testing import save_tiny_target, tiny_target
@@ -55,7 +55,7 @@ def test_logits_that_are_scaled_or_capped_are_the_models(
     config: Any, kind: type[PreTrainedModel]
 ) -> None:
     torch.manual_seed(0)
-    target = Target(kind(config), "scaled")
+    target = HFTarget(kind(config), "scaled")
     ids = torch.arange(12) + 5
     with torch.no_grad():
         theirs = target.model(ids[None]).logits[0]
@@ -120,7 +120,7 @@ def test_end_ids_are_those_of_the_config_and_of_the_generation_config(
     model = LlamaForCausalLM(tiny_target().config)
     model.config.eos_token_id = ours
     model.generation_config = GenerationConfig(eos_token_id=generation)
-    assert Target(model, "t").eos_ids == ends
+    assert HFTarget(model, "t").eos_ids == ends
 
 
 def test_a_revision_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,114 @@
+"""What a model or a draft holds, from its config alone: nothing is loaded."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.draft import DSparkDraftModel
+from dspark.errors import DSparkError, TargetError
+from dspark.export.config_json import from_json
+from dspark.target.config import LingConfig, is_ling
+from dspark.target.sizes import Routing, parameter_counts, rank_bytes, step_bytes
+
+__all__ = ["inspect"]
+
+_BANDWIDTH = {"H200": 4.8, "B200": 8.0}
+"""Terabytes a second on the data sheet."""
+
+
+def inspect(
+    path: Path,
+    *,
+    ranks: int = 1,
+    verify_tokens: Sequence[int] = (),
+    routing: str = "uniform",
+    context: int = 8192,
+) -> dict[str, Any]:
+    """Counts of a config.json, of a directory that holds one, or of a draft's.
+
+    Raises:
+        TargetError: no config, or one that is not understood.
+        ConfigError: a wrong routing or number of tokens.
+    """
+    raw, where = _read(path)
+    names = raw.get("architectures") or [""]
+    if "DSpark" in str(names[0]):
+        return _draft(raw, where)
+    if is_ling(raw) or raw.get("model_type") == "bailing_hybrid":
+        config = LingConfig.from_dict(raw, where)
+        report: dict[str, Any] = {"architecture": names[0], **parameter_counts(config)}
+        report["ranks"] = ranks
+        report["bytes_per_rank"] = rank_bytes(config, ranks)
+        if verify_tokens:
+            chosen = Routing.parse(routing)
+            report["routing"], report["context"] = routing, context
+            report["verify"] = [
+                _step(config, ranks, tokens, chosen, context) for tokens in verify_tokens
+            ]
+        return report
+    if ranks != 1 or verify_tokens:
+        raise TargetError(
+            f"{where}: bytes per rank and per verify step are known for Ling-3.0 targets only, "
+            f"this is {names[0] or raw.get('model_type')}"
+        )
+    return {"architecture": names[0], **_library(raw, where)}
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TargetError(f"cannot read a config from {file}: {error}") from None
+    if not isinstance(raw, dict):
+        raise TargetError(f"{file} must hold an object, not {type(raw).__name__}")
+    return raw, str(file)
+
+
+def _step(
+    config: LingConfig, ranks: int, tokens: int, routing: Routing, context: int
+) -> dict[str, Any]:
+    step = step_bytes(config, ranks, tokens, routing, context)
+    floors = {f"floor_us_{name}": step.floor_us(speed) for name, speed in _BANDWIDTH.items()}
+    return {**asdict(step), "weights": step.weights, "total": step.total, **floors}
+
+
+def _draft(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    ids = raw.get("target_layer_ids") or [0]
+    config = from_json(raw, where, target_layers=int(ids[-1]) + 1)
+    with torch.device("meta"):
+        draft = DSparkDraftModel(config)
+    own = sum(parameter.numel() for _, parameter in draft.trainable())
+    tables = 2 * config.vocab_size * config.hidden_size
+    return {
+        "architecture": raw["architectures"][0],
+        "parameters": own + tables,
+        "own_parameters": own,
+        "vocabulary_copies": tables,
+        "block_size": config.block_size,
+        "target_layer_ids": list(config.target_layer_ids or ()),
+        "mask_token_id": config.mask_token_id,
+    }
+
+
+def _library(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.for_model(**raw)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        if isinstance(error, DSparkError):
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise TargetError(f"{where} is no model that can be inspected: {lines[0]}") from None
+    parameters = dict(model.named_parameters())
+    return {
+        "parameters": sum(one.numel() for one in parameters.values()),
+        "tensors": len(parameters),
+    }

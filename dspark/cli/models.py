@@ -1,0 +1,85 @@
+"""`dspark inspect` and `make-checkpoint`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dspark.cli.common import Json, finish
+
+__all__ = ["register"]
+
+
+def _inspect(
+    path: Annotated[Path, typer.Argument(help="config.json, or a directory that holds one.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    verify_tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows of a verify step; may be repeated.")
+    ] = None,
+    routing: Annotated[str, typer.Option(help="uniform or overlap:SHARE.")] = "uniform",
+    context: Annotated[int, typer.Option(min=0, help="Tokens in the cache.")] = 8192,
+    as_json: Json = False,
+) -> None:
+    """Parameters, tensors, bytes per rank and per verify step; nothing is loaded.
+
+    Example: dspark inspect configs/targets/ling-3.0-flash.json --tp 4 --verify-tokens 9
+    """
+    from dspark.bench.inspect import inspect
+    from dspark.bench.report import print_table
+
+    report = inspect(
+        path, ranks=tp, verify_tokens=verify_tokens or (), routing=routing, context=context
+    )
+    plain = {k: v for k, v in report.items() if not isinstance(v, dict | list)}
+    print_table(str(path), ["", ""], [[name, _shown(value)] for name, value in plain.items()])
+    if "bytes_per_rank" in report:
+        rows = [[name, _mb(value)] for name, value in report["bytes_per_rank"].items()]
+        print_table(f"one of {tp} ranks", ["", "MB"], rows)
+    for step in report.get("verify", []):
+        other = ("verify_tokens", "experts_per_layer", *_floors(step))
+        rows = [[name, _mb(value)] for name, value in step.items() if name not in other]
+        rows += [[f"{name} (us)", f"{step[name]:,.0f}"] for name in _floors(step)]
+        title = (
+            f"verify {step['verify_tokens']} rows, routing {routing} "
+            f"({step['experts_per_layer']:.1f} experts a layer), context {context}"
+        )
+        print_table(title, ["", "MB"], rows)
+    finish(report, as_json)
+
+
+def _floors(step: dict[str, Any]) -> list[str]:
+    return [name for name in step if name.startswith("floor_us")]
+
+
+def _mb(value: float) -> str:
+    return f"{value / 1e6:,.3f}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _make_checkpoint(
+    config: Annotated[Path, typer.Option(help="config.json of a Ling-3.0 model.")],
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    seed: Annotated[int, typer.Option(help="Weights are a function of it.")] = 0,
+    shard_mb: Annotated[int, typer.Option(min=1, help="Most megabytes of a file.")] = 5000,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint with RANDOM weights in the official Ling-3.0 layout.
+
+    Example: dspark make-checkpoint --config configs/targets/ling-3.0-tiny.json --out /tmp/ling
+    """
+    from dspark.target.config import LingConfig
+    from dspark.target.synthetic import make_checkpoint
+
+    read = LingConfig.from_file(config)
+    size = make_checkpoint(read, out, seed=seed, shard_bytes=shard_mb * 1_000_000)
+    print(f"{out}: {size:,} bytes of synthetic weights, seed {seed}")
+    finish({"out": str(out), "bytes": size, "seed": seed, "synthetic": True}, as_json)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command("inspect")(_inspect)
+    app.command("make-checkpoint")(_make_checkpoint)

@@ -1,0 +1,192 @@
+"""What every target offers: taps and last hidden states, and a decode that can be rolled back.
+
+A tap is the output of decoder layer i, 0-based, behind its residual additions and before any norm
+(`hidden_states[i + 1]` of transformers). The last hidden state is the one behind the final norm, so
+that `logits` of it are the model's. Both are what the draft is trained on and what a verify step
+hands to it.
+
+Symbols: B batch, S positions, T verify rows, D hidden, F tapped layers, V vocabulary.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dspark.errors import TargetError
+from dspark.target.rows import padded_rows
+
+__all__ = ["Cache", "Features", "Rows", "Target", "check_layer_ids", "join_taps"]
+
+_PREFILL_ROWS = {"cpu": 512, "cuda": 4096}
+"""Tokens of a piece of a prompt: a GPU waits for the host when pieces are small."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the draft learns from."""
+
+    taps: Tensor  # [B, S, F*D]
+    last_hidden: Tensor  # [B, S, D], behind the final norm
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Result of a decode call."""
+
+    logits: Tensor  # [T, V] (prefill: [1, V], of the last token)
+    taps: Tensor  # [T, F*D] (prefill: of every prompt token)
+
+
+class Cache(Protocol):
+    """What a target remembers of one sequence."""
+
+    layer_ids: tuple[int, ...]
+    length: int
+
+    def commit(self, rows: int) -> None: ...
+
+
+class Target(ABC):
+    """A frozen model, its taps, and a batch-1 decode that can be rolled back.
+
+    ``config`` has the names of a transformers config (`hidden_size`, `num_hidden_layers`, …).
+    """
+
+    model: Any
+    name: str
+    revision: str | None
+    config: Any
+    eos_ids: frozenset[int]
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, which may exceed the tokenizer's length."""
+        return int(self.head_weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head_weight.dtype
+
+    @property
+    @abstractmethod
+    def embed_weight(self) -> Tensor:  # [V, D]
+        """The embedding table."""
+
+    @property
+    @abstractmethod
+    def head_weight(self) -> Tensor:  # [V, D]
+        """The output head."""
+
+    @property
+    @abstractmethod
+    def architecture(self) -> str:
+        """Class name in the target's config.json, or an empty string."""
+
+    @abstractmethod
+    def features(
+        self,
+        input_ids: Tensor,  # [B, S] int64
+        layer_ids: Sequence[int],
+        attention_mask: Tensor | None = None,  # [B, S], only needed for padding on the left
+    ) -> Features:
+        """Taps and last hidden states of whole sequences, in the target's dtype."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] behind the final norm -> [..., V]."""
+
+    @abstractmethod
+    def pack(self) -> None:
+        """Lay the weights out for steps of 8 and 16 rows; only what decodes pays for the copy."""
+
+    @abstractmethod
+    def new_cache(self, layer_ids: Sequence[int] = ()) -> Any:
+        """An empty `Cache` for one sequence whose calls return the taps of ``layer_ids``."""
+
+    @abstractmethod
+    def _extend(self, cache: Any, input_ids: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+        """Run tokens [T] behind the cursor; last hidden states [T, D] and taps [T, F*D].
+
+        ``count`` is the number of real rows of a verify step, None in a prefill.
+        """
+
+    @torch.no_grad()
+    def prefill(self, cache: Any, input_ids: Tensor) -> Rows:
+        """Run a prompt [S] behind the cursor and commit it; logits of its last token only."""
+        taps = []
+        hidden = None
+        size = _PREFILL_ROWS.get(self.device.type, _PREFILL_ROWS["cpu"])
+        for piece in torch.split(input_ids.to(self.device), size):
+            hidden, tap = self._extend(cache, piece, None)
+            cache.commit(len(piece))
+            taps.append(tap)
+        assert hidden is not None
+        # logits with the rows of a step, so that prefill and verify agree to the bit
+        padded = hidden.new_zeros(padded_rows(1, self.device), hidden.shape[1])
+        padded[:1] = hidden[-1:]
+        return Rows(self.logits(padded)[:1], torch.cat(taps))
+
+    @torch.no_grad()
+    def verify(self, cache: Any, input_ids: Tensor) -> Rows:
+        """Run T <= 16 tokens [T] behind the cursor; nothing is committed until `commit`.
+
+        A token's logits are the same to the bit for every T and every row it may stand in.
+        """
+        count = len(input_ids)
+        padded = input_ids.new_full((padded_rows(count, self.device),), int(input_ids[0]))
+        padded[:count] = input_ids
+        hidden, taps = self._extend(cache, padded.to(self.device), count)
+        return Rows(self.logits(hidden)[:count], taps[:count])
+
+    def commit(self, cache: Cache, rows: int) -> None:
+        """Keep the first ``rows`` rows of the last `verify`."""
+        cache.commit(rows)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that tie features and drafts to these weights."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def check_layer_ids(layer_ids: Iterable[int], num_layers: int) -> None:
+    """Taps are layer outputs 0..N-1.
+
+    Raises:
+        TargetError: an id is out of range.
+    """
+    for layer in layer_ids:
+        if not 0 <= layer < num_layers:
+            raise TargetError(
+                f"tap layer {layer} is out of range: the target has layers 0..{num_layers - 1}"
+            )
+
+
+def join_taps(taken: dict[int, Tensor], layer_ids: Sequence[int], like: Tensor) -> Tensor:
+    """Taps side by side in the order of ``layer_ids``; [..., 0] without any."""
+    if not layer_ids:
+        return like.new_empty(*like.shape[:-1], 0)
+    return torch.cat([taken[i] for i in layer_ids], dim=-1)

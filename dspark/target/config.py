@@ -1,0 +1,258 @@
+"""Shape of a Ling-3.0 target (`BailingMoeV3ForCausalLM`): config.json, checked, and what follows.
+
+The keys are the checkpoint's own. Many more stand in a released config.json; those that neither
+the official modeling code nor a serving engine reads are kept for writing it back and ignored.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from dspark.errors import TargetError, nearest
+
+__all__ = ["ARCHITECTURE", "LingConfig", "is_ling"]
+
+ARCHITECTURE = "BailingMoeV3ForCausalLM"
+"""The only name to dispatch on: `model_type: bailing_hybrid` also stands in Ling-2.6 configs."""
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "layer_group_size",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "max_position_embeddings",
+)
+# What these say is built in; another value would need other arithmetic.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "score_function": ("sigmoid",),
+    "scoring_func": ("sigmoid",),
+    "gated_attention_proj_granularity_type": ("head_wise",),
+    "no_kda_lora": (True,),
+    "kda_safe_gate": (True,),
+    "norm_topk_prob": (True,),
+    "moe_router_enable_expert_bias": (True,),
+    "tie_word_embeddings": (False,),
+    "use_bias": (False,),
+    "use_qkv_bias": (False,),
+    "mtp_use_kda": (False,),
+    "rope_interleave": (True,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LingConfig:
+    """Read `from_dict` or `from_directory`; names are those of config.json.
+
+    Symbols used beside it: D hidden, H heads, N head size, E experts, V vocabulary.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Inner width of the dense FFN only."""
+    num_hidden_layers: int
+    """Without the NEXTN block."""
+    num_attention_heads: int
+    head_dim: int
+    """Key and value size of a KDA head."""
+    layer_group_size: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    max_position_embeddings: int
+    moe_shared_expert_intermediate_size: int
+    num_shared_experts: int = 1
+    q_lora_rank: int | None = None
+    first_k_dense_replace: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 6_000_000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    """YaRN, only by an override: {rope_type: yarn, factor, original_max_position_embeddings}."""
+    short_conv_kernel_size: int = 4
+    kda_lower_bound: float = -5.0
+    expert_swiglu_limit_list: tuple[float, ...] | None = None
+    """A limit a layer, 0 for none; the NEXTN block has none."""
+    share_expert_swiglu_limit_list: tuple[float, ...] | None = None
+    num_nextn_predict_layers: int = 0
+    initializer_range: float = 0.02
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """config.json as it was read, for writing it back."""
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> "LingConfig":
+        """Check ``raw`` and build the config.
+
+        Raises:
+            TargetError: another architecture, a key missing, or a value that is not supported.
+        """
+        if not is_ling(raw):
+            raise TargetError(
+                f"{where}: architectures is {raw.get('architectures')}, wanted ['{ARCHITECTURE}']"
+                + _lookalike(raw)
+            )
+        missing = [name for name in _REQUIRED if raw.get(name) is None]
+        if missing:
+            raise TargetError(f"{where}: missing {', '.join(missing)}")
+        for name, allowed in _FIXED.items():
+            if name in raw and raw[name] not in allowed:
+                raise TargetError(
+                    f"{where}: {name} is {raw[name]!r}; only {allowed[0]!r} is supported"
+                )
+        names = {one.name for one in fields(cls)} - {"raw"}
+        values = {name: raw[name] for name in names if raw.get(name) is not None}
+        values.setdefault(
+            "moe_shared_expert_intermediate_size",
+            raw["moe_intermediate_size"],
+        )
+        theta = (raw.get("rope_parameters") or {}).get("rope_theta")
+        if theta is not None:
+            values.setdefault("rope_theta", theta)
+        for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+            if name in values:
+                # 'None' entries mean no limit, as a 0 does
+                values[name] = tuple(float(limit or 0) for limit in values[name])
+        if isinstance(values.get("eos_token_id"), list):
+            values["eos_token_id"] = tuple(values["eos_token_id"])
+        config = cls(**values, raw=dict(raw))
+        config._check(where)
+        return config
+
+    @classmethod
+    def from_file(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> "LingConfig":
+        """Read a config.json; ``overrides`` replace its top-level keys (`rope_scaling`).
+
+        Raises:
+            TargetError: it cannot be read, or as `from_dict`.
+        """
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TargetError(f"cannot read {path}: {error}") from None
+        if not isinstance(raw, dict):
+            raise TargetError(f"{path} must hold an object, not {type(raw).__name__}")
+        for name in overrides or {}:
+            if name not in {one.name for one in fields(cls)} - {"raw"}:
+                hint = nearest(name, [one.name for one in fields(cls)])
+                raise TargetError(f"override '{name}' is not a key of a Ling-3.0 config{hint}")
+        return cls.from_dict({**raw, **(overrides or {})}, str(path))
+
+    def _check(self, where: str) -> None:
+        for name in (*_REQUIRED, "short_conv_kernel_size", "n_group", "topk_group"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise TargetError(f"{where}: {name} must be a whole number >= 1, got {value!r}")
+        heads = self.raw.get("num_key_value_heads", self.num_attention_heads)
+        if heads != self.num_attention_heads:
+            raise TargetError(
+                f"{where}: num_key_value_heads {heads} must equal "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        if self.qk_rope_head_dim % 2:
+            raise TargetError(f"{where}: qk_rope_head_dim {self.qk_rope_head_dim} must be even")
+        if self.num_experts % self.n_group:
+            raise TargetError(
+                f"{where}: num_experts {self.num_experts} must be a multiple of "
+                f"n_group {self.n_group}"
+            )
+        reach = self.topk_group * self.num_experts // self.n_group
+        if self.topk_group > self.n_group or self.num_experts_per_tok > reach:
+            raise TargetError(
+                f"{where}: num_experts_per_tok {self.num_experts_per_tok} of topk_group "
+                f"{self.topk_group} x {self.num_experts // self.n_group} experts cannot be chosen"
+            )
+        if not self.kda_lower_bound < 0:
+            raise TargetError(
+                f"{where}: kda_lower_bound must be below 0, got {self.kda_lower_bound}"
+            )
+        for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+            limits = getattr(self, name)
+            if limits is not None and len(limits) != self.num_hidden_layers:
+                raise TargetError(
+                    f"{where}: {name} has {len(limits)} entries for {self.num_hidden_layers} layers"
+                )
+        if self.rope_scaling is not None:
+            kind = self.rope_scaling.get("rope_type") or self.rope_scaling.get("type")
+            if kind != "yarn" or not self.rope_scaling.get("factor"):
+                raise TargetError(
+                    f"{where}: rope_scaling must be YaRN with a factor, got {self.rope_scaling}"
+                )
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Query and key size of an MLA head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def latent_dim(self) -> int:
+        """Values an MLA layer caches for a token: latent and the rotated shared key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """RoPE of a draft for this target: the same base, all dimensions of its heads."""
+        return {"rope_type": "default", "rope_theta": self.rope_theta}
+
+    @property
+    def num_blocks(self) -> int:
+        """Layers in the checkpoint, the NEXTN block among them."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
+
+    def is_mla(self, layer: int) -> bool:
+        """The last layer of each group, every layer of a ragged tail, and the NEXTN block."""
+        size = self.layer_group_size
+        return (layer + 1) % size == 0 or layer >= self.num_hidden_layers // size * size
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether the layer's FFN is one SwiGLU instead of experts."""
+        return layer < self.first_k_dense_replace
+
+    def expert_limit(self, layer: int) -> float:
+        """SwiGLU limit of the routed experts; 0 is none."""
+        return _entry(self.expert_swiglu_limit_list, layer)
+
+    def shared_limit(self, layer: int) -> float:
+        """SwiGLU limit of the shared expert; 0 is none."""
+        return _entry(self.share_expert_swiglu_limit_list, layer)
+
+
+def is_ling(raw: Mapping[str, Any]) -> bool:
+    """Does a config.json describe a Ling-3.0 model? Judged by ``architectures[0]`` alone."""
+    names = raw.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] == ARCHITECTURE
+
+
+def _entry(limits: tuple[float, ...] | None, layer: int) -> float:
+    return limits[layer] if limits is not None and layer < len(limits) else 0.0
+
+
+def _lookalike(raw: Mapping[str, Any]) -> str:
+    if raw.get("model_type") == "bailing_hybrid":
+        return "; model_type bailing_hybrid alone also names Ling-2.6, which has other layers"
+    return ""

@@ -1,0 +1,213 @@
+"""Kimi Delta Attention as Ling-3.0 uses it: a matrix state a head, decayed per key channel.
+
+Three equal forms of one recurrence: row by row (`recurrence`, the definition and the decode step,
+with the state after every row), and in chunks (`chunked`, for prefill and training). Source: Kimi
+Linear, arXiv 2510.26692, section 3, with Ling's bounded ("safe") gate.
+
+Symbols: B batch, T rows, H heads (of this rank), K key size, V value size, W kernel of the short
+convolutions, C chunk length. State [B, H, K, V] float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.target.config import LingConfig
+from dspark.target.norm import Float32Module, RMSNorm
+from dspark.target.state import Call, KDAState
+
+__all__ = ["KDA", "chunked", "decay", "recurrence", "short_convolution"]
+
+_CHUNK = 64
+_BLOCK = 16
+"""Decays of at most e^-5 a row: e^80 over a block is what float32 holds (section 4 of the safe
+gate's argument; longer spans are measured from the start of the block they end in)."""
+_EPS = 1e-6
+
+
+def decay(
+    raw: Tensor,  # [..., H, K], output of f_proj
+    a_log: Tensor,  # [H] float32
+    dt_bias: Tensor,  # [H * K] float32
+    lower_bound: float,
+) -> Tensor:  # [..., H, K] float32
+    """Logarithm of the decay of each key channel, in (``lower_bound``, 0)."""
+    heads, size = raw.shape[-2:]
+    shifted = raw.float() + dt_bias.view(heads, size)
+    return lower_bound * torch.sigmoid(a_log.exp()[:, None] * shifted)
+
+
+def short_convolution(
+    inputs: Tensor,  # [B, W - 1 + T, X], the first W - 1 are those before the call
+    weight: Tensor,  # [X, W]
+) -> Tensor:  # [B, T, X] in the dtype of `inputs`
+    """Causal depthwise convolution and SiLU, summed tap by tap so that a row stands for itself."""
+    width = weight.shape[1]
+    rows = inputs.shape[1] - width + 1
+    taps = weight.float()
+    total = inputs[:, :rows].float() * taps[:, 0]
+    for tap in range(1, width):
+        total = total + inputs[:, tap : tap + rows].float() * taps[:, tap]
+    return F.silu(total).to(inputs.dtype)
+
+
+def recurrence(
+    query: Tensor,  # [B, T, H, K] float32, scaled
+    key: Tensor,  # [B, T, H, K] float32
+    value: Tensor,  # [B, T, H, V] float32
+    log_decay: Tensor,  # [B, T, H, K] float32
+    beta: Tensor,  # [B, T, H] float32
+    state: Tensor,  # [B, H, K, V] float32
+) -> tuple[Tensor, list[Tensor]]:  # [B, T, H, V]; T states, each after one row
+    """The definition: decay, correct by what the key already recalls, read after the write.
+
+    A row's numbers depend on the state before it and on nothing else in the call.
+    """
+    outputs, states = [], []
+    for t in range(query.shape[1]):
+        k = key[:, t, :, :, None]
+        state = log_decay[:, t, :, :, None].exp() * state
+        error = value[:, t] - (state * k).sum(-2)
+        state = state + k * (beta[:, t, :, None] * error)[:, :, None]
+        outputs.append((state * query[:, t, :, :, None]).sum(-2))
+        states.append(state)
+    return torch.stack(outputs, 1), states
+
+
+def chunked(
+    query: Tensor,  # [B, T, H, K] float32, scaled
+    key: Tensor,  # [B, T, H, K] float32
+    value: Tensor,  # [B, T, H, V] float32
+    log_decay: Tensor,  # [B, T, H, K] float32, each in [-5, 0]
+    beta: Tensor,  # [B, T, H] float32
+    state: Tensor,  # [B, H, K, V] float32
+) -> tuple[Tensor, Tensor]:  # [B, T, H, V], state after the last row
+    """`recurrence` with C rows at a time: triangular solves inside, one product between chunks."""
+    rows = query.shape[1]
+    short = -rows % _CHUNK
+    # padding rows write nothing (beta 0) and forget nothing (log decay 0)
+    q, k, v, g, b = (  # each [B, H, chunks, C, K, V or 1]
+        F.pad(x, (0, 0, 0, 0, 0, short))
+        .view(len(x), -1, _CHUNK, *x.shape[2:])
+        .permute(0, 3, 1, 2, 4)
+        for x in (query, key, value, log_decay, beta[..., None])
+    )
+    # float64: differences of long sums are exponents
+    total = g.double().cumsum(-2)  # [B, H, N, C, K]
+    inside, mixed = _pairs(q, k, total)
+    since = total.float().exp()  # decay since the start of the chunk
+    ends = total[..., -1:, :]
+    solved = torch.linalg.solve_triangular(
+        b * inside, torch.cat([b * v, b * (k * since)], -1), upper=False, unitriangular=True
+    )
+    fresh, recalled = solved.split([v.shape[-1], k.shape[-1]], -1)
+    written = (k * (ends - total).float().exp()).transpose(-1, -2)
+    kept = ends.float().exp().transpose(-1, -2)  # [B, H, N, K, 1]
+    read = q * since
+    outputs = []
+    for n in range(q.shape[2]):
+        update = fresh[:, :, n] - recalled[:, :, n] @ state
+        outputs.append(read[:, :, n] @ state + mixed[:, :, n] @ update)
+        state = kept[:, :, n] * state + written[:, :, n] @ update
+    out = torch.cat(outputs, 2).transpose(1, 2)
+    return out[:, :rows], state
+
+
+def _pairs(
+    query: Tensor,  # [..., C, K]
+    key: Tensor,  # [..., C, K]
+    total: Tensor,  # [..., C, K] float64, log decay from the start of the chunk
+) -> tuple[Tensor, Tensor]:  # [..., C, C] strictly lower, [..., C, C] lower
+    """Products of key (query) i with key j, decayed from j to i."""
+    count = query.shape[-2]
+    inside, mixed = [], []
+    for first in range(0, count, _BLOCK):
+        last = first + _BLOCK
+        start = total[..., first : first + 1, :]
+        late = (total[..., first:last, :] - start).float().exp()
+        early = key[..., :last, :] * (start - total[..., :last, :]).float().exp()
+        early = early.transpose(-1, -2)
+        inside.append(F.pad(key[..., first:last, :] * late @ early, (0, count - last)))
+        mixed.append(F.pad(query[..., first:last, :] * late @ early, (0, count - last)))
+    return torch.cat(inside, -2).tril(-1), torch.cat(mixed, -2).tril()
+
+
+class KDA(Float32Module):
+    """The mixer of a KDA layer; the output is this rank's part of a sum over ranks."""
+
+    float32 = ("A_log", "dt_bias")
+
+    def __init__(self, config: LingConfig, layer: int, ranks: int = 1) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = config.num_attention_heads // ranks
+        self.size = config.head_dim
+        self.lower_bound = config.kda_lower_bound
+        self.width = config.short_conv_kernel_size
+        hidden, width = config.hidden_size, self.heads * self.size
+        self.q_proj = nn.Linear(hidden, width, bias=False)
+        self.k_proj = nn.Linear(hidden, width, bias=False)
+        self.v_proj = nn.Linear(hidden, width, bias=False)
+        self.f_proj = nn.Linear(hidden, width, bias=False)
+        self.g_proj = nn.Linear(hidden, width, bias=False)
+        self.b_proj = nn.Linear(hidden, self.heads, bias=False)
+        self.q_conv1d = nn.Conv1d(width, width, self.width, groups=width, bias=False)
+        self.k_conv1d = nn.Conv1d(width, width, self.width, groups=width, bias=False)
+        self.v_conv1d = nn.Conv1d(width, width, self.width, groups=width, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.zeros(width, dtype=torch.float32))
+        self.o_norm = RMSNorm(self.size, config.rms_norm_eps)
+        self.o_proj = nn.Linear(width, hidden, bias=False)
+
+    def new_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> KDAState:
+        """Zeros: nothing has been read."""
+        return KDAState(
+            torch.zeros(batch, self.heads, self.size, self.size, device=device),
+            torch.zeros(
+                batch, self.width - 1, 3 * self.heads * self.size, device=device, dtype=dtype
+            ),
+        )
+
+    def forward(self, x: Tensor, call: Call) -> Tensor:  # [B, T, D] -> [B, T, D]
+        batch, rows, _ = x.shape
+        held = call.kda.get(self.layer) or self.new_state(batch, x.device, x.dtype)
+        projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        beta = torch.sigmoid(self.b_proj(x).float())
+        log_decay = decay(
+            self.f_proj(x).view(batch, rows, self.heads, self.size),
+            self.A_log,
+            self.dt_bias,
+            self.lower_bound,
+        )
+        if call.valid is not None:
+            # padding on the left: inputs and writes of 0 leave the state as it was
+            keep = call.valid[:, :, None]
+            projected = projected * keep
+            beta = beta * keep
+        inputs = torch.cat([held.tail.to(x.dtype), projected], 1)
+        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        mixed = short_convolution(inputs, weight[:, 0])
+        query, key, value = mixed.view(batch, rows, 3, self.heads, self.size).float().unbind(2)
+        # the epsilon is added to the sum of squares, not to their mean
+        query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + _EPS)
+        key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + _EPS)
+        query = query * self.size**-0.5
+        if call.by_row:
+            real = slice(0, call.count)
+            out, states = recurrence(
+                query[:, real],
+                key[:, real],
+                value[:, real],
+                log_decay[:, real],
+                beta[:, real],
+                held.state,
+            )
+            held.stage(states, inputs)
+            out = F.pad(out, (0, 0, 0, 0, 0, rows - call.count))
+        else:
+            out, state = chunked(query, key, value, log_decay, beta, held.state)
+            held.move(state, inputs)
+        gate = self.g_proj(x).view(batch, rows, self.heads, self.size).float()
+        gated = self.o_norm(out) * torch.sigmoid(gate)
+        mixed_out: Tensor = self.o_proj(gated.flatten(2).to(x.dtype))
+        return mixed_out

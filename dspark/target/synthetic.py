@@ -1,0 +1,90 @@
+"""Checkpoints with random weights in the official Ling-3.0 layout, of any size.
+
+They stand in for the 250 GB download wherever only shapes matter: loader, server, step times. What
+such a model says means nothing.
+"""
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dspark.errors import TargetError
+from dspark.progress import Bar
+from dspark.provenance import write_json
+from dspark.target.config import LingConfig
+from dspark.target.layout import TensorSpec, tensors
+from dspark.target.ling_chat import synthetic_tokenizer
+from dspark.target.shards import write_shards
+from dspark.target.weights import SHARD_BYTES
+
+__all__ = ["make_checkpoint", "synthetic"]
+
+_OURS = re.compile(r"\.?model.*\.safetensors.*")
+"""Weights, complete or half written, of a call that did not come to its config.json."""
+
+
+def synthetic(spec: TensorSpec, config: LingConfig, seed: int) -> Tensor:
+    """Values of one tensor, a function of (seed, name) alone.
+
+    Decays lie all over their range and the router's bias is not zero, so that no branch idles.
+    """
+    digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    dtype = torch.float32 if spec.float32 else torch.bfloat16
+    values = torch.empty(spec.shape, dtype=dtype)
+    if spec.name.endswith("A_log"):
+        return values.uniform_(1, 16, generator=generator).log_()
+    if spec.name.endswith("dt_bias"):
+        return values.normal_(generator=generator)
+    if spec.name.endswith("expert_bias"):
+        return values.normal_(0, 0.1, generator=generator)
+    if "norm" in spec.name.split(".")[-2]:
+        return values.normal_(1, 0.1, generator=generator)
+    return values.normal_(0, config.initializer_range, generator=generator)
+
+
+def make_checkpoint(
+    config: LingConfig, directory: Path, *, seed: int = 0, shard_bytes: int = SHARD_BYTES
+) -> int:
+    """Write weights, config and a byte tokenizer with Ling's chat format; bytes of weights.
+
+    Needs the memory of one shard. What an interrupted call left is written over.
+
+    Raises:
+        TargetError: ``directory`` holds something else, or its disk is too small.
+    """
+    foreign = [one.name for one in _entries(directory) if not _OURS.fullmatch(one.name)]
+    if foreign:
+        raise TargetError(f"{directory} already holds {foreign[0]}; give a new directory")
+    specs = list(tensors(config))
+    total = sum(spec.nbytes for spec in specs)
+    place = next(
+        one for one in (directory.absolute(), *directory.absolute().parents) if one.exists()
+    )
+    free = shutil.disk_usage(place).free
+    if total > free:
+        raise TargetError(f"{directory} needs {total:,} bytes and its disk has {free:,} free")
+    directory.mkdir(parents=True, exist_ok=True)
+    with Bar("synthetic weights", total) as bar:
+        write_shards(
+            directory,
+            specs,
+            lambda spec: synthetic(spec, config, seed),
+            shard_bytes,
+            progress=bar.advance,
+        )
+    synthetic_tokenizer(config).save_pretrained(directory)
+    write_json(directory / "generation_config.json", {"eos_token_id": config.eos_token_id})
+    # config.json comes last: it is what marks the directory as usable
+    write_json(directory / "config.json", dict(config.raw))
+    return total
+
+
+def _entries(directory: Path) -> list[Path]:
+    if directory.exists() and not directory.is_dir():
+        raise TargetError(f"{directory} is a file; give a new directory")
+    return sorted(directory.iterdir()) if directory.exists() else []

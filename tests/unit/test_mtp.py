@@ -1,0 +1,80 @@
+"""The NEXTN block: its way in, its own cache, and where it is missing."""
+
+import pytest
+import torch
+
+from dspark.errors import TargetError
+from dspark.target.ling import sequence_call
+from dspark.target.mtp import nextn_block, nextn_hidden
+from dspark.target.rows import chunk_masks
+from dspark.target.state import Call
+from dspark.testing import tiny_ling
+
+
+def given(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(1, count, 64, generator=generator),
+        torch.randint(4, 512, (1, count), generator=generator),
+    )
+
+
+@torch.no_grad()
+def test_it_reads_the_next_embedding_first_and_ends_with_its_own_norm() -> None:
+    model = tiny_ling(nextn=True).model
+    hidden, following = given(30)
+    call = sequence_call(hidden.shape[:2], hidden.device)
+    block = nextn_block(model)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    table = model.model.word_embeddings.weight
+    left = norm(table[following], block.enorm.weight) @ block.eh_proj.weight[:, :64].T
+    right = norm(hidden, block.hnorm.weight) @ block.eh_proj.weight[:, 64:].T
+    h = left + right
+    h = h + block.attention(norm(h, block.input_layernorm.weight), call)
+    h = h + block.mlp(norm(h, block.post_attention_layernorm.weight))
+    expected = norm(h, block.final_layernorm.weight)
+    got = nextn_hidden(model, hidden, following, call)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert model.logits(got).shape == (1, 30, 512)
+
+
+@torch.no_grad()
+def test_steps_with_its_own_cache_equal_the_sequence() -> None:
+    model = tiny_ling(nextn=True).model
+    hidden, following = given(30)
+    whole = nextn_hidden(model, hidden, following, sequence_call(hidden.shape[:2], hidden.device))
+    index = model.config.num_hidden_layers
+    held = nextn_block(model).attention.new_state(1, hidden.device)  # type: ignore[call-arg]
+    rows = []
+    for start in range(0, 30, 6):
+        positions = torch.arange(start, start + 6)
+        masks = tuple(m.repeat(4, 1)[None] for m in chunk_masks(positions, start + 6, None))
+        call = Call(
+            positions=positions[None],
+            by_row=True,
+            count=6,
+            start=start,
+            latents={index: held},  # type: ignore[dict-item]
+            masks=masks,
+        )
+        piece = slice(start, start + 6)
+        rows.append(nextn_hidden(model, hidden[:, piece], following[:, piece], call))
+    torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_it_has_no_limits_and_takes_no_part_in_the_model() -> None:
+    with_block, without = tiny_ling(nextn=True), tiny_ling()
+    ids = torch.arange(4, 40)[None]
+    one, other = (target.features(ids, ()).last_hidden for target in (with_block, without))
+    assert torch.equal(one, other)
+    block = nextn_block(with_block.model)
+    assert block.mlp.experts.limit == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("variant", ["flash", "tiny"])
+def test_a_model_without_it_says_so(variant: str) -> None:
+    with pytest.raises(TargetError, match="NEXTN block 0 is not there"):
+        nextn_block(tiny_ling(variant).model)
