@@ -180,10 +180,8 @@ class KDA(Float32Module):
             self.lower_bound,
         )
         if call.valid is not None:
-            # padding on the left: inputs and writes of 0 leave the state as it was
-            keep = call.valid[:, :, None]
-            projected = projected * keep
-            beta = beta * keep
+            # padding on the left: keys and values of 0 leave the state as it was
+            projected = projected * call.valid[:, :, None]
         inputs = torch.cat([held.tail.to(x.dtype), projected], 1)
         weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         mixed = short_convolution(inputs, weight[:, 0])

@@ -9,68 +9,21 @@ Symbols: B batch, T rows, H heads (of this rank), S positions, N unrotated and P
 query, V value size, L latent rank.
 """
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.target.config import LingConfig
 from dspark.target.norm import RMSNorm
+from dspark.target.rotary import Rotary
 from dspark.target.rows import CHUNK, row_attention
 from dspark.target.state import Call, LatentState
 
-__all__ = ["MLA", "rotary_table", "rotate"]
-
-
-def rotary_table(config: LingConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies [P / 2] float32, and the factor of the softmax scale (1 without YaRN).
-
-    YaRN: arXiv 2309.00071, with DeepSeek's `mscale_all_dim` on the scale.
-    """
-    size, base = config.qk_rope_head_dim, config.rope_theta
-    inverse = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return inverse.float(), 1.0
-    factor = float(scaling["factor"])
-    original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-
-    def turns_at(rotations: float) -> float:
-        return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low = max(math.floor(turns_at(scaling.get("beta_fast", 32))), 0)
-    high = min(math.ceil(turns_at(scaling.get("beta_slow", 1))), size - 1)
-    ramp = (torch.arange(size // 2, dtype=torch.float64) - low) / max(high - low, 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    inverse = inverse / factor * (1 - kept) + inverse * kept
-    return inverse.float(), _mscale(scaling, factor) ** 2
-
-
-def _mscale(scaling: Mapping[str, Any], factor: float) -> float:
-    weight = scaling.get("mscale_all_dim") or 0
-    return 1.0 if factor <= 1 or not weight else 0.1 * weight * math.log(factor) + 1.0
-
-
-def rotate(
-    x: Tensor,  # [B, T, ..., P]
-    positions: Tensor,  # [B, T]
-    inverse: Tensor,  # [P / 2] float32
-) -> Tensor:
-    """Rotate the pairs (2j, 2j + 1) by position x frequency j, in float32."""
-    angles = positions[..., None].float() * inverse
-    angles = angles.view(*positions.shape, *[1] * (x.dim() - 3), -1)
-    cos, sin = angles.cos(), angles.sin()
-    even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+__all__ = ["MLA"]
 
 
 class MLA(nn.Module):
     """The mixer of an MLA layer; the output is this rank's part of a sum over ranks."""
-
-    inverse: Tensor
 
     def __init__(self, config: LingConfig, layer: int, ranks: int = 1) -> None:
         super().__init__()
@@ -91,11 +44,8 @@ class MLA(nn.Module):
         self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.nope + self.value), bias=False)
         self.g_proj = nn.Linear(hidden, self.heads, bias=False)
         self.dense = nn.Linear(self.heads * self.value, hidden, bias=False)
-        with torch.device("cpu"):  # the module itself may be built on the meta device
-            inverse, factor = rotary_table(config)
-        self.scale = config.qk_head_dim**-0.5 * factor
-        # a plain attribute: it is no weight, and a cast to bf16 must not touch it
-        self._inverse = inverse
+        self._rotary = Rotary(config)
+        self.scale = config.qk_head_dim**-0.5 * self._rotary.score_factor
 
     def new_state(self, batch: int, device: torch.device) -> LatentState:
         """Nothing has been read."""
@@ -108,13 +58,10 @@ class MLA(nn.Module):
         else:
             query = self.q_proj(x)
         query = query.view(batch, rows, self.heads, self.nope + self.rope)
-        inverse = self._inverse = self._inverse.to(x.device)
         still, turned = query.split([self.nope, self.rope], -1)
-        turned = rotate(turned, call.positions, inverse)
+        turned = self._rotary(turned, call.positions)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], -1)
-        latent = torch.cat(
-            [self.kv_a_layernorm(latent), rotate(shared, call.positions, inverse)], -1
-        )
+        latent = torch.cat([self.kv_a_layernorm(latent), self._rotary(shared, call.positions)], -1)
         held = call.latents.get(self.layer)
         if held is not None:
             held.write(latent, call.start)

@@ -332,6 +332,20 @@ def test_a_checkpoint_loads_as_it_comes_from_the_hub(tmp_path: Path) -> None:
     assert json.loads((directory / "config.json").read_text())["rotary_dim"] == 64
 
 
+@pytest.mark.parametrize("more", [{}, {"mscale": 0.7, "mscale_all_dim": 1.3}])
+def test_transformers_agrees_under_yarn(tmp_path: Path, more: dict[str, float]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **more}
+    # a partial factor means nothing to us, and under YaRN transformers would halve the pairs by it
+    keys: dict[str, Any] = {"rope_scaling": yarn, "partial_rotary_factor": 1.0}
+    directory = save_tiny_ling(tmp_path / "tiny", "tiny", **keys)
+    target = load(TargetSettings(path=str(directory), dtype="float32", apply_swiglu_limits=False))
+    given = ids(90)
+    with torch.no_grad():
+        theirs = native(directory, "tiny")(given[None]).logits
+    ours = target.logits(target.features(given[None], ()).last_hidden)
+    assert relative(ours, theirs) <= 5e-5
+
+
 def test_yarn_comes_by_override(tmp_path: Path) -> None:
     directory = str(save_tiny_ling(tmp_path / "ling"))
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dspark.target.config import LingConfig
-from dspark.target.mla import rotary_table, rotate
+from dspark.target.rotary import Rotary
+from dspark.target.state import Call
 from dspark.testing import TINY_LING, tiny_ling
 
 
@@ -62,8 +63,6 @@ def test_it_is_attention_over_rebuilt_keys(variant: str, index: int) -> None:
     x = torch.randn(11, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         positions = torch.arange(11)[None]
-        from dspark.target.state import Call
-
         torch.testing.assert_close(
             layer(x[None], Call(positions=positions))[0], naive(layer, x), atol=1e-5, rtol=1e-5
         )
@@ -73,10 +72,10 @@ def test_it_is_attention_over_rebuilt_keys(variant: str, index: int) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_absorbed_equals_rebuilt(variant: str, rows: int) -> None:
     target = tiny_ling(variant)
-    ids = torch.randint(0, 512, (280 + rows,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 512, (250 + rows,), generator=torch.Generator().manual_seed(1))
     whole, cached = target.new_cache((5,)), target.new_cache((5,))
     expected = target.prefill(whole, ids)
-    target.prefill(cached, ids[:-rows])  # behind the first chunk of keys
+    target.prefill(cached, ids[:-rows])  # 16 rows reach into a second chunk of keys
     got = target.verify(cached, ids[-rows:])
     torch.testing.assert_close(got.taps, expected.taps[-rows:], atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(got.logits[-1], expected.logits[0], atol=2e-4, rtol=2e-4)
@@ -84,30 +83,44 @@ def test_absorbed_equals_rebuilt(variant: str, rows: int) -> None:
 
 def test_scores_do_not_care_how_rotated_pairs_are_stored() -> None:
     """Interleaved pairs, or evens then odds with halves rotated: the same products."""
-    inverse, factor = rotary_table(config())
-    assert factor == 1.0
-    generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 1, 7, 8, generator=generator)
-    query, key = query[None], key[None]
+    rotary = Rotary(config())
+    assert (rotary.amplitude, rotary.score_factor) == (1.0, 1.0)
+    query, key = torch.randn(2, 1, 7, 8, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(7)[None] * 13
 
     def halves(x: Tensor) -> Tensor:
         x = torch.cat([x[..., 0::2], x[..., 1::2]], -1)
-        angles = (positions[..., None].float() * inverse).repeat(1, 1, 2)
+        angles = (positions[..., None].float() * rotary.inverse).repeat(1, 1, 2)
         turned = torch.cat([-x[..., 4:], x[..., :4]], -1)
         return x * angles.cos() + turned * angles.sin()
 
-    query, key = query[:, 0], key[:, 0]
-    ours = rotate(query, positions, inverse) @ rotate(key, positions, inverse).transpose(1, 2)
+    ours = rotary(query, positions) @ rotary(key, positions).transpose(1, 2)
     torch.testing.assert_close(ours, halves(query) @ halves(key).transpose(1, 2))
 
 
-def test_yarn_stretches_slow_pairs_only() -> None:
-    plain, _ = rotary_table(config())
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    stretched, factor = rotary_table(config(rope_scaling=scaling))
-    assert factor == 1.0  # without mscale_all_dim
-    torch.testing.assert_close(stretched[0], plain[0])
-    torch.testing.assert_close(stretched[-1], plain[-1] / 4)
-    _, factor = rotary_table(config(rope_scaling={**scaling, "mscale_all_dim": 1.0}))
-    assert factor == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"mscale_all_dim": 1.0},
+        {"mscale": 0.7, "mscale_all_dim": 1.3},
+        {"beta_fast": 8, "beta_slow": 2},
+        {"attention_factor": 1.5},
+    ],
+)
+def test_yarn_is_that_of_transformers(more: dict[str, float]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, **more}
+    ours = Rotary(config(rope_scaling=scaling, qk_rope_head_dim=64, rope_theta=10000.0))
+    theirs = LlamaConfig(
+        head_dim=64,
+        max_position_embeddings=16384,
+        rope_parameters={**scaling, "rope_theta": 10000.0},
+    )
+    inverse, amplitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    torch.testing.assert_close(ours.inverse, inverse)
+    assert ours.amplitude == pytest.approx(amplitude)
+    every = more.get("mscale_all_dim", 0)
+    assert ours.score_factor == pytest.approx((0.1 * every * math.log(4) + 1) ** 2)
