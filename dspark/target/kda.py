@@ -181,7 +181,7 @@ class KDA(Float32Module):
         )
         if call.valid is not None:
             # padding on the left: keys and values of 0 leave the state as it was
-            projected = projected * call.valid[:, :, None]
+            projected = projected.masked_fill(~call.valid[:, :, None], 0)
         inputs = torch.cat([held.tail.to(x.dtype), projected], 1)
         weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         mixed = short_convolution(inputs, weight[:, 0])
