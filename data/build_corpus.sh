@@ -4,7 +4,7 @@
 #
 #   data/build_corpus.sh [CONFIG] [key.sub=value ...]
 #
-# COUNT prompts (default 20000) go to $OUT/prompts.jsonl. EXCLUDE names evaluation files whose text
+# COUNT prompts (default 20000) go to $OUT/prompts-COUNT.jsonl. EXCLUDE names evaluation files whose text
 # must not be trained on, WHEELS a folder of downloaded wheels (data/README.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,20 +15,23 @@ OUT=${OUT:-outputs/corpus}
 PYTHON=${PYTHON:-python}
 export PYTHONPATH=${PYTHONPATH:-.}
 
+# A mistake in the settings is told before anything is built.
+TARGET=$("$PYTHON" -m dspark.config_io "$CONFIG" target.path -- "$@")
+COUNT=${COUNT:-20000}
+PROMPTS=$OUT/prompts-$COUNT.jsonl
+
 # 1. Prompts: generated, plus Python's own library; the held-out prompts are kept out.
-if [ ! -e "$OUT/prompts.jsonl" ]; then
+if [ ! -e "$PROMPTS" ]; then
     # shellcheck disable=SC2086 # EXCLUDE is a list of globs
-    "$PYTHON" data/build_prompts.py --out "$OUT/prompts.jsonl" --count "${COUNT:-20000}" --seed 0 \
+    "$PYTHON" data/build_prompts.py --out "$PROMPTS" --count "$COUNT" --seed 0 \
         --stdlib ${WHEELS:+--wheels "$WHEELS"} --exclude data/prompts/heldout.jsonl ${EXCLUDE:-}
 fi
 
 # 2. Responses of the target, with the sampling settings of the config. The long stage: on a GPU.
-"$PYTHON" -m dspark sample -c "$CONFIG" sample.prompts="[$OUT/prompts.jsonl]" \
+"$PYTHON" -m dspark sample -c "$CONFIG" sample.prompts="[$PROMPTS]" \
     sample.out="$OUT/responses.jsonl" "$@"
 
 # 3. What is wrong with them, before any GPU hour is spent on training.
-TARGET=$("$PYTHON" -c 'import sys; from dspark.config_io import load
-print(load(sys.argv[1], sys.argv[2:]).target.path)' "$CONFIG" "$@")
 "$PYTHON" -m dspark doctor "$OUT/responses.jsonl" --target "$TARGET"
 
 # 4. Features to disk, only for `train.features: offline`. It says how much it will write.

@@ -23,6 +23,7 @@ from dspark.corpus.harvest import stdlib_prompts, wheel_prompts
 from dspark.corpus.overlap import Overlap, read_texts
 from dspark.corpus.tasks import Task
 from dspark.errors import ConfigError, DataError, DSparkError
+from dspark.provenance import write_text
 
 MAX_CHARACTERS = 1200
 MAX_FOREIGN = 0.4
@@ -126,17 +127,16 @@ def main() -> int:
     )  # fmt: skip
     args = parser.parse_args()
     try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         selection = build(args)
+        lines = (json.dumps(row(task), ensure_ascii=False) + "\n" for task in selection.chosen)
+        write_text(args.out, "".join(lines))
     except DSparkError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = args.out.with_name(args.out.name + ".partial")
-    partial.write_text(
-        "".join(json.dumps(row(task), ensure_ascii=False) + "\n" for task in selection.chosen),
-        encoding="utf-8",
-    )
-    partial.replace(args.out)
+    except OSError as error:
+        print(f"error: --out {args.out} cannot be written: {error.strerror}", file=sys.stderr)
+        return ConfigError.exit_code
     for title, counts in (
         ("category", Counter(task.category for task in selection.chosen)),
         ("source", Counter(str(row(task)["source"]).split(":")[0] for task in selection.chosen)),

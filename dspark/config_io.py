@@ -2,9 +2,13 @@
 
 An unknown key is an error that names the nearest known one; so are a duplicate key, a wrong type
 and a value out of range, each with the dotted path, the value and what would be right.
+
+As a program it prints settings, one a line, for shell scripts:
+`python -m dspark.config_io FILE target.path train.output_dir -- [section.key=value ...]`.
 """
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dspark.config import Config
-from dspark.errors import ConfigError, nearest
+from dspark.errors import ConfigError, DSparkError, nearest
 from dspark.provenance import write_text
 
-__all__ = ["dump", "from_mapping", "load", "merge", "parse_overrides", "save"]
+__all__ = ["dump", "from_mapping", "load", "main", "merge", "parse_overrides", "save"]
 
 
 class _Loader(yaml.SafeLoader):
@@ -170,7 +174,8 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the config {path}: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"cannot read the config {path}: {reason}") from None
         tree = _parse(text, source) or {}
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} must hold sections (target:, draft:, …), not {tree!r}")
@@ -192,3 +197,24 @@ def dump(config: Config) -> str:
 def save(config: Config, path: Path) -> None:
     """Write `dump` to ``path``."""
     write_text(path, dump(config))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the settings that are named before ``--``; exit code 0, or 2 with a sentence."""
+    file, *rest = argv
+    cut = rest.index("--") if "--" in rest else len(rest)
+    try:
+        config: Any = load(file, rest[cut + 1 :])
+        for path in rest[:cut]:
+            value = config
+            for part in path.split("."):
+                value = getattr(value, part)
+            print(value)
+    except DSparkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

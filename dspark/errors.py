@@ -6,6 +6,7 @@ that Ctrl-C stopped with 130. Anything else that escapes is a bug and shows its 
 """
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "RunError",
     "TargetError",
     "nearest",
+    "unwritable",
 ]
 
 
@@ -59,3 +61,22 @@ def nearest(name: str, known: Iterable[str], section: str = "") -> str:
     """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{section}{close[0]}'?)" if close else ""
+
+
+_PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def unwritable(error: OSError) -> DSparkError | None:
+    """A place that a user gave and that takes no files; None for any other fault.
+
+    Commands turn what escapes into a sentence by this, so that no stage needs to know every place
+    at which a disk may refuse.
+    """
+    where = f" {error.filename}" if error.filename else ""
+    reason = (error.strerror or str(error)).lower()
+    if error.errno in _PLACE:
+        return ConfigError(f"cannot write{where}: {reason}; give a place that can be written")
+    if error.errno in _FULL:
+        return RunError(f"cannot write{where}: {reason}")
+    return None

@@ -61,10 +61,11 @@ def measure(
     """
     if not prompts:
         raise ConfigError("bench serving needs at least one prompt")
-    if max_tokens < 1 or concurrency < 1:
-        raise ConfigError(
-            f"max_tokens and concurrency must be >= 1, got {max_tokens} and {concurrency}"
-        )
+    for name, value in (("max-tokens", max_tokens), ("concurrency", concurrency)):
+        if value < 1:
+            raise ConfigError(f"--{name} must be >= 1, got {value}")
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"--address '{address}' must begin with http://, as in http://{address}")
     options: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
     if seed is not None:
         options["seed"] = seed
@@ -102,7 +103,9 @@ async def _run(client: "_Client", prompts: Sequence[Prompt], concurrency: int) -
     short = min(client.options["max_tokens"], _WARM_UP_TOKENS)
     warm_up = await client.send(prompts[0], max_tokens=short)
     if warm_up.error is not None:
-        raise RunError(f"the warm-up request failed: {warm_up.error}")
+        # the server does not want what this client was told to send
+        kind = ConfigError if warm_up.error.startswith("400:") else RunError
+        raise kind(f"the warm-up request failed: {warm_up.error}")
     flushed = await client.flush()
     slots = asyncio.Semaphore(concurrency)
     with Bar("requests", len(prompts)) as bar:

@@ -11,7 +11,7 @@ import typer
 
 from dspark.cli import corpus, distill, models, serve
 from dspark.cli.common import set_up
-from dspark.errors import DSparkError
+from dspark.errors import DSparkError, unwritable
 
 __all__ = ["app", "main"]
 
@@ -57,4 +57,10 @@ def main() -> None:
         # the reader of our output has left, which is its right
         sys.stderr.close()
         code = 0
+    except OSError as error:
+        refused = unwritable(error)
+        if refused is None:
+            raise
+        print(f"error: {refused}", file=sys.stderr)
+        code = refused.exit_code
     sys.exit(code)

@@ -59,7 +59,9 @@ def _export(
         check=check,
         overwrite=overwrite,
     )
-    print(f"wrote {out}")
+    checked = record.get("check")
+    figure = f", accept_length {checked['accept_length']:.3f} when decoded again" if checked else ""
+    print(f"wrote {out}{figure}")
     finish(record, as_json)
 
 

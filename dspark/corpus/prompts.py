@@ -48,7 +48,7 @@ def read_prompts(
     rejects = Rejects() if rejects is None else rejects
     prompts = list(islice(_prompts(sources, rejects), limit))
     if rejects.rejected:
-        log.warning("%s", rejects.summary())
+        log.warning("%s", rejects.explained())
     if prompts and (later := sum(bool(p.followups) for p in prompts)):
         log.info("%d of %d prompts have further user turns", later, len(prompts))
     return prompts

@@ -113,6 +113,11 @@ def check(directory: Path, target: Target, probe: Probe) -> dict[str, Any]:
     figures = f"accept_length {got:.4f} over {stats.rounds} rounds, expected {wanted:.4f}"
     origin = f"({probe.expected_from})"
     if stats.accepted == 0:
+        if wanted <= 1:
+            raise RunError(
+                f"export check failed: {figures} {origin}; no drafted token was accepted before "
+                "the export either: train longer, or export with --no-check"
+            )
         raise RunError(
             f"export check failed: {figures} {origin}; no drafted token was ever accepted, so "
             "the weights are untrained or are read with another meaning than they were trained"

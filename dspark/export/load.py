@@ -4,7 +4,9 @@ Everything that would only show as an accept length near 1 is refused here, in o
 both numbers: missing or surplus tensors, another vocabulary, layers the target does not have.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import CheckpointError
 from dspark.export.config_json import from_json, read_json
+from dspark.export.place import PROVENANCE_NAME
+from dspark.export.template import warn_of_another_target
 from dspark.export.tensors import FROZEN, misfits, read_tensors
 from dspark.target import Target
 
@@ -57,6 +61,7 @@ def load_draft(
     directory = _directory(path)
     if target is not None:
         check_fit(config, target, str(directory))
+        warn_of_another_target(directory, _trained_for(directory), target)
     return build_draft(
         config,
         read_tensors(directory),
@@ -65,6 +70,15 @@ def load_draft(
         device=device,
         dtype=dtype,
     )
+
+
+def _trained_for(directory: Path) -> Any:
+    """Fingerprint of the target that an export of ours was made for; drafts of others tell none."""
+    try:
+        text = (directory / PROVENANCE_NAME).read_text(encoding="utf-8")
+        return json.loads(text)["target"]["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _directory(path: str | Path) -> Path:

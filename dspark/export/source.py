@@ -20,6 +20,7 @@ from dspark.errors import CheckpointError
 from dspark.export.check import PROBE_NAME, Probe, read_probe
 from dspark.export.config_json import ARCHITECTURES, from_json, read_json
 from dspark.export.load import build_draft, check_fit, load_draft
+from dspark.export.template import warn_of_another_target
 from dspark.export.tensors import read_tensors
 from dspark.target import Target
 
@@ -97,6 +98,8 @@ def _read_checkpoint(path: Path, target: Target) -> Source:
     )
     state = _json(path / "trainer_state.json")
     best = state.get("best") or {}
+    trained_for = (state.get("structure") or {}).get("target")
+    warn_of_another_target(path, trained_for, target)
     settings = path / "config.yaml"
     return Source(
         draft=draft,

@@ -1,4 +1,4 @@
-"""The chat template that a draft was trained under, against the one it is served under."""
+"""What a draft was trained for, against what it is served with: chat template and target."""
 
 import hashlib
 import json
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dspark.export.place import PROVENANCE_NAME
+from dspark.target import Target
 
-__all__ = ["template_sha256", "warn_of_another"]
+__all__ = ["template_sha256", "warn_of_another", "warn_of_another_target"]
 
 log = logging.getLogger(__name__)
 
@@ -38,4 +39,21 @@ def warn_of_another(path: str | Path, tokenizer: Any) -> None:
             path,
             theirs[:16],
             ours[:16],
+        )
+
+
+def warn_of_another_target(path: str | Path, fingerprint: object, target: Target) -> None:
+    """Say so when what lies in ``path`` was made for weights with another fingerprint.
+
+    Not refused: weights rounded to another dtype have another fingerprint too.
+    """
+    ours = target.fingerprint()
+    if isinstance(fingerprint, str) and fingerprint != ours:
+        log.warning(
+            "%s was made for a target with the fingerprint %s, and '%s' has %s: if these are other "
+            "weights, fewer drafted tokens will be accepted",
+            path,
+            fingerprint,
+            target.name,
+            ours,
         )

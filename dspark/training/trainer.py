@@ -29,7 +29,7 @@ from dspark import config_io, provenance
 from dspark.config import Config
 from dspark.corpus.chat import check_template
 from dspark.draft.config import DSparkConfig
-from dspark.errors import CheckpointError, ConfigError, DSparkError, RunError
+from dspark.errors import CheckpointError, ConfigError, DSparkError, RunError, unwritable
 from dspark.export.check import Probe
 from dspark.export.config_json import ARCHITECTURES, from_json, read_json, to_json
 from dspark.progress import Bar, quiet_transformers
@@ -109,6 +109,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        refused = unwritable(error)
+        if refused is None:
+            raise
+        print(f"error: {refused}", file=sys.stderr)
+        sys.exit(refused.exit_code)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -172,11 +172,11 @@ def test_another_clients_tokens_are_noticed(address: str, monkeypatch: pytest.Mo
 def test_a_request_the_server_refuses_is_told_in_its_words(address: str) -> None:
     with pytest.raises(RunError, match=r"warm-up request failed: 404: .*does not exist here"):
         measure(address, ["abc"], model="other")
-    with pytest.raises(RunError, match=r"warm-up request failed: 400: .*temperature"):
+    with pytest.raises(ConfigError, match=r"warm-up request failed: 400: .*temperature"):
         measure(address, ["abc"], temperature=3.0)
 
 
-@pytest.mark.parametrize("where", ["http://127.0.0.1:9", "127.0.0.1:9", "http://nowhere.invalid"])
+@pytest.mark.parametrize("where", ["http://127.0.0.1:9", "http://nowhere.invalid"])
 def test_a_missing_server_is_one_clear_sentence(where: str) -> None:
     with pytest.raises(RunError, match=r"no answer from .*dspark serve"):
         measure(where, ["abc"])
@@ -187,10 +187,18 @@ def test_a_server_that_speaks_something_else_is_refused(address: str) -> None:
         measure(f"{address}/health", ["abc"])
 
 
-@pytest.mark.parametrize("arguments", [{"prompts": []}, {"max_tokens": 0}, {"concurrency": 0}])
-def test_arguments_are_checked(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        measure("http://127.0.0.1:9", **{"prompts": ["abc"], **arguments})
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "at least one prompt"),
+        ({"max_tokens": 0}, "--max-tokens must be >= 1, got 0"),
+        ({"concurrency": 0}, "--concurrency must be >= 1, got 0"),
+        ({"address": "127.0.0.1:9"}, "as in http://127.0.0.1:9"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        measure(**{"address": "http://127.0.0.1:9", "prompts": ["abc"], **arguments})
 
 
 def test_a_report_survives_json() -> None:

@@ -1,6 +1,8 @@
 """A user's mistake on the command line: one sentence, exit code 2, and nothing left behind."""
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,33 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_two(
     assert message in said
     assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["sample"], ["train"], ["capture"], ["demo"]])
+@pytest.mark.parametrize(
+    ("fault", "code"), [(errno.EROFS, 2), (errno.EACCES, 2), (errno.ENOSPC, 1), (errno.EIO, None)]
+)
+def test_a_place_that_cannot_be_written_is_one_sentence(
+    words: list[str],
+    fault: int,
+    code: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(fault, os.strerror(fault), "some/place")
+
+    for stage in ("config_io.load", "demo.run"):
+        monkeypatch.setattr(f"dspark.{stage}", refuse)
+    monkeypatch.setattr(sys, "argv", ["dspark", *words])
+    if code is None:  # no fault of the user's: it is shown in full
+        with pytest.raises(OSError, match="some/place"):
+            main()
+        return
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    assert "error: cannot write some/place: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

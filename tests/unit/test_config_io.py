@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dspark.config import Config
-from dspark.config_io import dump, load, parse_overrides
+from dspark.config_io import dump, load, main, parse_overrides
 from dspark.errors import ConfigError
 
 
@@ -134,3 +134,11 @@ def test_overrides_nest() -> None:
         "a": {"b": 1, "c": ["x", 2]},
         "d": "no",
     }
+
+
+def test_settings_are_printed_for_shell_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["configs/tiny.yaml", "target.path", "train.steps", "--", "train.steps=3"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "smollm2-135m\n3\n"
+    assert main(["configs/tiny.yaml", "target.path", "--", "train.stepz=3"]) == 2
+    assert "did you mean 'train.steps'" in capsys.readouterr().err

@@ -531,3 +531,15 @@ def test_an_export_never_removes_what_it_reads_or_stands_in(
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file"):
         export_draft(checkpoint, tmp_path / "file", target, check=False)
+
+
+def test_other_weights_of_the_same_shape_are_said(
+    copy: Path, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_draft(copy, target=target)
+    assert not caplog.records
+    other = tiny_target(seed=1)
+    load_draft(copy, target=other)
+    said = caplog.records[-1].getMessage()
+    assert target.fingerprint() in said
+    assert other.fingerprint() in said

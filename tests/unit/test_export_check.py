@@ -97,8 +97,10 @@ def test_an_accept_length_of_exactly_one_fails_even_if_expected(
         expected=1.0,
         expected_from="the trainer",
     )
-    with pytest.raises(RunError, match=r"1\.0000 .*no drafted token was ever accepted"):
+    with pytest.raises(RunError, match=r"1\.0000 .*train longer, or export with --no-check"):
         check(exported, target, probe)
+    with pytest.raises(RunError, match=r"1\.0000 .*no drafted token was ever accepted"):
+        check(exported, target, replace(probe, expected=1.4))
 
 
 @pytest.mark.parametrize(
