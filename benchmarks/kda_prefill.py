@@ -9,6 +9,7 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,23 +42,34 @@ def main() -> None:
     target = LingTarget(model, "synthetic")
     ids = torch.randint(0, config.vocab_size, (args.tokens,))
 
-    def measure() -> float:
+    def measure(call: Callable[[], object]) -> float:
+        call()
         times = []
         for _ in range(_REPEATS):
             begun = time.perf_counter()
-            target.prefill(target.new_cache(), ids)
+            call()
             times.append(time.perf_counter() - begun)
         return sorted(times)[_REPEATS // 2]
+
+    def prefill() -> None:
+        target.prefill(target.new_cache(), ids)
 
     def by_row(*given: Tensor) -> tuple[Tensor, Tensor]:
         out, states = kda.recurrence(*given)
         return out, states[-1]
 
+    heads, size = config.num_attention_heads, config.head_dim
+    rows = torch.randn(1, args.tokens, heads, size)
+    alone = (
+        rows, rows, rows, -5 * rows.sigmoid(), rows[..., 0].sigmoid(),
+        torch.zeros(1, heads, size, size),
+    )  # fmt: skip
     chunked = kda.chunked
-    measure()
-    in_chunks = measure()
+    with torch.no_grad():
+        core = measure(lambda: chunked(*alone)), measure(lambda: by_row(*alone))
+    in_chunks = measure(prefill)
     kda.chunked = by_row  # type: ignore[assignment]
-    row_by_row = measure()
+    row_by_row = measure(prefill)
     kda.chunked = chunked
     print(
         json.dumps(
@@ -66,6 +78,9 @@ def main() -> None:
                 "chunked_s": in_chunks,
                 "recurrence_s": row_by_row,
                 "speedup": row_by_row / in_chunks,
+                "one_layer_chunked_s": core[0],
+                "one_layer_recurrence_s": core[1],
+                "one_layer_speedup": core[1] / core[0],
                 "weights": "synthetic",
                 "threads": torch.get_num_threads(),
                 "machine": platform.processor() or platform.machine(),

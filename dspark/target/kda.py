@@ -20,8 +20,9 @@ __all__ = ["KDA", "chunked", "decay", "recurrence", "short_convolution"]
 
 _CHUNK = 64
 _BLOCK = 16
-"""Decays of at most e^-5 a row: e^80 over a block is what float32 holds (section 4 of the safe
-gate's argument; longer spans are measured from the start of the block they end in)."""
+"""Rows over which decays of at least e^-5 each may be undone in float32."""
+_MOST_EXPONENT = 80.0
+_SEGMENT = 4096
 _EPS = 1e-6
 
 
@@ -82,54 +83,77 @@ def chunked(
     beta: Tensor,  # [B, T, H] float32
     state: Tensor,  # [B, H, K, V] float32
 ) -> tuple[Tensor, Tensor]:  # [B, T, H, V], state after the last row
-    """`recurrence` with C rows at a time: triangular solves inside, one product between chunks."""
-    rows = query.shape[1]
+    """`recurrence` with C rows at a time: triangular solves inside, two products between chunks."""
+    outputs = []
+    for first in range(0, query.shape[1], _SEGMENT):
+        rows = slice(first, first + _SEGMENT)
+        out, state = _segment(
+            query[:, rows], key[:, rows], value[:, rows], log_decay[:, rows], beta[:, rows], state
+        )
+        outputs.append(out)
+    return torch.cat(outputs, 1), state
+
+
+def _segment(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`chunked` for so many rows that what it holds meanwhile is bounded."""
+    batch, rows, heads, _ = query.shape
     short = -rows % _CHUNK
     # padding rows write nothing (beta 0) and forget nothing (log decay 0)
-    q, k, v, g, b = (  # each [B, H, chunks, C, K, V or 1]
+    q, k, v, g, b = (  # each [B * H, chunks, C, K, V or 1]
         F.pad(x, (0, 0, 0, 0, 0, short))
-        .view(len(x), -1, _CHUNK, *x.shape[2:])
+        .view(batch, -1, _CHUNK, heads, x.shape[-1])
         .permute(0, 3, 1, 2, 4)
+        .flatten(0, 1)
         for x in (query, key, value, log_decay, beta[..., None])
     )
     # float64: differences of long sums are exponents
-    total = g.double().cumsum(-2)  # [B, H, N, C, K]
+    total = g.double().cumsum(-2)
     inside, mixed = _pairs(q, k, total)
     since = total.float().exp()  # decay since the start of the chunk
-    ends = total[..., -1:, :]
+    ends = total[:, :, -1:]
     solved = torch.linalg.solve_triangular(
         b * inside, torch.cat([b * v, b * (k * since)], -1), upper=False, unitriangular=True
     )
-    fresh, recalled = solved.split([v.shape[-1], k.shape[-1]], -1)
+    fresh, recalled = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     written = (k * (ends - total).float().exp()).transpose(-1, -2)
-    kept = ends.float().exp().transpose(-1, -2)  # [B, H, N, K, 1]
-    read = q * since
-    outputs = []
-    for n in range(q.shape[2]):
-        update = fresh[:, :, n] - recalled[:, :, n] @ state
-        outputs.append(read[:, :, n] @ state + mixed[:, :, n] @ update)
-        state = kept[:, :, n] * state + written[:, :, n] @ update
-    out = torch.cat(outputs, 2).transpose(1, 2)
-    return out[:, :rows], state
+    kept = ends.float().exp().transpose(-1, -2)  # [B * H, chunks, K, 1]
+    starts, updates = [], []
+    held = state.flatten(0, 1)
+    for new, old, keys, left in zip(
+        fresh.unbind(1), recalled.unbind(1), written.unbind(1), kept.unbind(1), strict=True
+    ):
+        starts.append(held)
+        updates.append(torch.baddbmm(new, old, held, alpha=-1))
+        held = torch.baddbmm(left * held, keys, updates[-1])
+    out = (q * since) @ torch.stack(starts, 1) + mixed @ torch.stack(updates, 1)
+    out = out.flatten(1, 2).view(batch, heads, -1, v.shape[-1]).transpose(1, 2)
+    return out[:, :rows], held.view(state.shape)
 
 
 def _pairs(
-    query: Tensor,  # [..., C, K]
-    key: Tensor,  # [..., C, K]
-    total: Tensor,  # [..., C, K] float64, log decay from the start of the chunk
-) -> tuple[Tensor, Tensor]:  # [..., C, C] strictly lower, [..., C, C] lower
-    """Products of key (query) i with key j, decayed from j to i."""
-    count = query.shape[-2]
-    inside, mixed = [], []
-    for first in range(0, count, _BLOCK):
-        last = first + _BLOCK
-        start = total[..., first : first + 1, :]
-        late = (total[..., first:last, :] - start).float().exp()
-        early = key[..., :last, :] * (start - total[..., :last, :]).float().exp()
-        early = early.transpose(-1, -2)
-        inside.append(F.pad(key[..., first:last, :] * late @ early, (0, count - last)))
-        mixed.append(F.pad(query[..., first:last, :] * late @ early, (0, count - last)))
-    return torch.cat(inside, -2).tril(-1), torch.cat(mixed, -2).tril()
+    query: Tensor,  # [X, N, C, K]
+    key: Tensor,  # [X, N, C, K]
+    total: Tensor,  # [X, N, C, K] float64, log decay from the start of the chunk
+) -> tuple[Tensor, Tensor]:  # [X, N, C, C] strictly lower, [X, N, C, C] lower
+    """Products of key (query) i with key j, decayed from j to i.
+
+    Rows of a block are decayed from its start on, columns up to there: within the block that is
+    less than no decay, by at most e^75, and float32 holds e^88. Columns behind the block are
+    clamped to stay finite, and cut off in the end.
+    """
+    blocks = total.view(*total.shape[:2], -1, _BLOCK, total.shape[-1])
+    start = blocks[..., :1, :]
+    late = (blocks - start).float()
+    # from column j to the start of its own block, then to the start of block i
+    apart = (start[:, :, :, None, :, :] - start[:, :, None]).float()  # [X, N, i, j, 1, K]
+    early = (apart - late[:, :, None]).flatten(3, 4).clamp(max=_MOST_EXPONENT)
+    early = (key[:, :, None] * early.exp()).transpose(-1, -2)  # [X, N, i, K, C]
+    late = late.exp()
+    inside = (key.view(late.shape) * late @ early).flatten(2, 3)
+    mixed = (query.view(late.shape) * late @ early).flatten(2, 3)
+    return inside.tril(-1), mixed.tril()
 
 
 class KDA(Float32Module):

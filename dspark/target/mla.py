@@ -88,15 +88,18 @@ class MLA(nn.Module):
         rebuilt = rebuilt.unflatten(-1, (self.heads, self.nope + self.value))
         key, value = rebuilt.split([self.nope, self.value], -1)
         shared = latent[:, :, None, self.rank :].expand(*key.shape[:3], self.rope)
+        # values as wide as keys: the library's fused attention takes no other, and the unfused one
+        # holds a score for every pair of positions
+        wide = F.pad(value, (0, max(0, self.nope + self.rope - self.value)))
         out = F.scaled_dot_product_attention(
             torch.cat([still, turned], -1).transpose(1, 2),
             torch.cat([key, shared], -1).transpose(1, 2),
-            value.transpose(1, 2),
+            wide.transpose(1, 2),
             attn_mask=None if hidden is None else ~hidden,
             is_causal=hidden is None,
             scale=self.scale,
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2)[..., : self.value]
 
     def _absorbed(
         self,

@@ -103,17 +103,15 @@ class Experts(nn.Module):
         """The same for many rows: each expert computes the rows that chose it."""
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=len(self.down)).tolist()
-        rows = order // ids.shape[1]
-        scale = weights.flatten()[order]
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        begin = 0
-        for expert, count in enumerate(counts):
-            if count:
-                mine = slice(begin, begin + count)
-                part = self.one(expert, x[rows[mine]]).float() * scale[mine, None]
-                total.index_add_(0, rows[mine], part)
-                begin += count
-        return total
+        parts = [
+            self.one(expert, piece)
+            for expert, piece in enumerate(torch.split(x[order // ids.shape[1]], counts))
+            if len(piece)
+        ]
+        # back to the router's order: sums run as in `by_row`, whatever the device
+        places = order.argsort()
+        each = torch.cat(parts)[places].view(*ids.shape, -1).float()
+        return (each * weights[..., None]).sum(1)
 
 
 class MoE(nn.Module):
