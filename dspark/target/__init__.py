@@ -87,7 +87,7 @@ def load(
             dtype=_dtype(dtype or settings.dtype, where),
             attn_implementation=ATTENTION_NAME,
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise TargetError(_first_line(settings.path, error)) from error
     return HFTarget(model.to(where), settings.path, settings.revision)
 
@@ -161,7 +161,7 @@ def load_tokenizer(settings: TargetSettings | str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(resolve(settings), revision=settings.revision)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise TargetError(_first_line(f"{settings.path} (tokenizer)", error)) from error
 
 

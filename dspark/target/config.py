@@ -7,6 +7,7 @@ the official modeling code nor a serving engine reads are kept for writing it ba
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,18 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "mtp_use_kda": (False,),
     "rope_interleave": (True,),
 }
+
+_YARN = (
+    "factor",
+    "original_max_position_embeddings",
+    "rope_theta",
+    "partial_rotary_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +145,7 @@ class LingConfig:
             values.setdefault("rope_theta", theta)
         for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
             if name in values:
-                # 'None' entries mean no limit, as a 0 does
-                values[name] = tuple(float(limit or 0) for limit in values[name])
+                values[name] = _limits(values[name], f"{where}: {name}")
         if isinstance(values.get("eos_token_id"), list):
             values["eos_token_id"] = tuple(values["eos_token_id"])
         config = cls(**values, raw=dict(raw))
@@ -183,22 +195,39 @@ class LingConfig:
                 f"{where}: num_experts_per_tok {self.num_experts_per_tok} of topk_group "
                 f"{self.topk_group} x {self.num_experts // self.n_group} experts cannot be chosen"
             )
-        if not self.kda_lower_bound < 0:
-            raise TargetError(
-                f"{where}: kda_lower_bound must be below 0, got {self.kda_lower_bound}"
-            )
+        for name in ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "initializer_range"):
+            value = getattr(self, name)
+            if not _is_number(value) or not value > 0:
+                raise TargetError(f"{where}: {name} must be a number above 0, got {value!r}")
+        bound = self.kda_lower_bound
+        if not _is_number(bound) or not bound < 0:
+            raise TargetError(f"{where}: kda_lower_bound must be a number below 0, got {bound!r}")
         for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
             limits = getattr(self, name)
             if limits is not None and len(limits) != self.num_hidden_layers:
                 raise TargetError(
                     f"{where}: {name} has {len(limits)} entries for {self.num_hidden_layers} layers"
                 )
-        if self.rope_scaling is not None:
-            kind = self.rope_scaling.get("rope_type") or self.rope_scaling.get("type")
-            if kind != "yarn" or not self.rope_scaling.get("factor"):
+        scaling: Any = self.rope_scaling
+        if scaling is not None:
+            kind = (
+                scaling.get("rope_type") or scaling.get("type")
+                if isinstance(scaling, Mapping)
+                else None
+            )
+            if kind != "yarn" or not scaling.get("factor"):
                 raise TargetError(
-                    f"{where}: rope_scaling must be YaRN with a factor, got {self.rope_scaling}"
+                    f"{where}: rope_scaling must be YaRN with a factor, got {scaling}"
                 )
+            for name in set(scaling) - {"rope_type", "type"}:
+                if name not in _YARN:
+                    hint = nearest(name, _YARN, "rope_scaling.")
+                    raise TargetError(f"{where}: rope_scaling.{name} is not known{hint}")
+                value = scaling[name]
+                if value is not None and (not _is_number(value) or not value > 0):
+                    raise TargetError(
+                        f"{where}: rope_scaling.{name} must be a number above 0, got {value!r}"
+                    )
 
     @property
     def qk_head_dim(self) -> int:
@@ -250,6 +279,21 @@ def is_ling(raw: Mapping[str, Any]) -> bool:
 
 def _entry(limits: tuple[float, ...] | None, layer: int) -> float:
     return limits[layer] if limits is not None and layer < len(limits) else 0.0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _limits(values: Any, name: str) -> tuple[float, ...]:
+    """A limit a layer; null means none, as a 0 does."""
+    if not isinstance(values, list | tuple):
+        raise TargetError(f"{name} must be a list with a number for each layer, got {values!r}")
+    limits = tuple(0.0 if limit is None else limit for limit in values)
+    for limit in limits:
+        if not _is_number(limit) or limit < 0:
+            raise TargetError(f"{name} must hold numbers >= 0, got {limit!r}")
+    return limits
 
 
 def _lookalike(raw: Mapping[str, Any]) -> str:

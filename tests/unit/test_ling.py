@@ -315,6 +315,13 @@ def test_what_looks_like_ling_and_is_not_is_refused(tmp_path: Path) -> None:
         load(str(directory))
 
 
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    directory = save_tiny_ling(tmp_path / "list")
+    (directory / "config.json").write_text("[1]")
+    with pytest.raises(TargetError, match="cannot load target"):
+        load(str(directory))
+
+
 def test_a_checkpoint_loads_as_it_comes_from_the_hub(tmp_path: Path) -> None:
     """Remote code is named in its config and never asked for; unused keys are many."""
     remote = {

@@ -270,7 +270,22 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], words: 
         ({"topk_group": 9}, ["topk_group 9"]),
         ({"num_experts_per_tok": 9}, ["num_experts_per_tok 9"]),
         ({"expert_swiglu_limit_list": [0, 4]}, ["expert_swiglu_limit_list", "2", "7 layers"]),
+        ({"expert_swiglu_limit_list": 5}, ["expert_swiglu_limit_list", "list", "5"]),
+        ({"expert_swiglu_limit_list": ["a"] * 7}, ["expert_swiglu_limit_list", "'a'"]),
+        ({"kda_lower_bound": "x"}, ["kda_lower_bound", "below 0", "'x'"]),
+        ({"rms_norm_eps": "tiny"}, ["rms_norm_eps", "'tiny'"]),
+        ({"rope_theta": -1}, ["rope_theta", "above 0", "-1"]),
+        ({"rope_scaling": [1]}, ["rope_scaling", "YaRN", "[1]"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, ["rope_scaling", "YaRN"]),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": "two"}},
+            ["rope_scaling.factor", "'two'"],
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -2}}, ["rope_scaling.factor", "-2"]),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fst": 9}},
+            ["beta_fst", "'rope_scaling.beta_fast'"],
+        ),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(
