@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dspark.errors import TargetError
+from dspark.kernels.packed_linear import pack_linears
 from dspark.target.rows import padded_rows
 
 __all__ = ["Cache", "Features", "Rows", "Target", "check_layer_ids", "join_taps"]
@@ -62,6 +63,7 @@ class Target(ABC):
     revision: str | None
     config: Any
     eos_ids: frozenset[int]
+    _packed = False
 
     @property
     def hidden_size(self) -> int:
@@ -116,9 +118,11 @@ class Target(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] behind the final norm -> [..., V]."""
 
-    @abstractmethod
     def pack(self) -> None:
         """Lay the weights out for steps of 8 and 16 rows; only what decodes pays for the copy."""
+        if not self._packed:
+            pack_linears(self.model)
+            self._packed = True
 
     @abstractmethod
     def new_cache(self, layer_ids: Sequence[int] = ()) -> Any:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dspark.errors import TargetError
-from dspark.kernels.packed_linear import pack_linears
 from dspark.target.base import Features, Target, check_layer_ids, join_taps
 from dspark.target.lockstep import LockstepCache
 from dspark.target.rows import RowCache
@@ -48,7 +47,6 @@ class HFTarget(Target):
         self.eos_ids = frozenset(
             _ids(getattr(generation, "eos_token_id", None)) | _ids(self.config.eos_token_id)
         )
-        self._packed = False
         self._check_head()
 
     @property
@@ -86,12 +84,6 @@ class HFTarget(Target):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] behind the final norm -> [..., V]."""
         return self._finish(self._head(hidden.to(self._head.weight.dtype)))
-
-    def pack(self) -> None:
-        """Lay the weights out for steps of 8 and 16 rows; only what decodes pays for the copy."""
-        if not self._packed:
-            pack_linears(self.model)
-            self._packed = True
 
     def new_cache(self, layer_ids: Sequence[int] = ()) -> RowCache:
         """An empty cache for one sequence whose calls return the taps of ``layer_ids``."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.kernels.packed_linear import pack_linears
 from dspark.target.base import Features, Target, check_layer_ids, join_taps
 from dspark.target.config import ARCHITECTURE
 from dspark.target.model import LingModel
@@ -43,7 +42,6 @@ class LingTarget(Target):
         self.eos_ids = _ids(getattr(generation, "eos_token_id", None)) | _ids(
             model.config.eos_token_id
         )
-        self._packed = False
 
     @property
     def embed_weight(self) -> Tensor:  # [V, D]; of this rank
@@ -78,11 +76,6 @@ class LingTarget(Target):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden.to(self.dtype))
-
-    def pack(self) -> None:
-        if not self._packed:
-            pack_linears(self.model)
-            self._packed = True
 
     def new_cache(self, layer_ids: Sequence[int] = ()) -> LingCache:
         check_layer_ids(layer_ids, self.num_layers)
