@@ -6,7 +6,6 @@ planned from the rows' lengths, so a run that was killed goes on behind its last
 
 import hashlib
 import logging
-import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dspark import provenance
 from dspark.config import CaptureSettings, DataSettings
@@ -23,16 +21,14 @@ from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, Row, collate
 from dspark.corpus.ids import id_limit
 from dspark.corpus.store import Header, Shard, ShardRow
+from dspark.corpus.unusable import Unusable
 from dspark.errors import ConfigError, RunError
 from dspark.progress import Bar
-from dspark.target import Target
+from dspark.target import Features, Target
 
 __all__ = ["CaptureReport", "capture"]
 
 log = logging.getLogger(__name__)
-
-_SKIP_BUDGET = 0.01
-"""Share of rows whose features may be unusable (at least one row may)."""
 
 
 @dataclass
@@ -98,6 +94,7 @@ def capture(
     _check_disk(out, rows.num_tokens, missing, header)
     store.start(out, header)
     report = CaptureReport(str(out), cut=rows.num_cut, rejects=rows.rejects.to_dict())
+    unusable = Unusable(len(rows), target.dtype)
     shards: list[Shard] = []
     with Bar("capturing", len(rows)) as bar:
         for index, part in enumerate(plan):
@@ -108,18 +105,13 @@ def capture(
             else:
                 report.resumed_shards += 1
             shards.append(shard)
-            report.skipped += shard.skipped
-            if len(report.skipped) > math.ceil(_SKIP_BUDGET * len(rows)):
-                raise RunError(
-                    f"{len(report.skipped)} of {len(rows)} rows have features with NaN, Inf or "
-                    f"only zeros (first: {', '.join(report.skipped[:5])}); check the target and "
-                    f"its dtype {str(target.dtype).removeprefix('torch.')}"
-                )
+            unusable.add(shard.skipped)
             bar.advance(len(part))
     report.rows = sum(shard.rows for shard in shards)
     report.tokens = sum(shard.tokens for shard in shards)
     report.bytes = sum(shard.bytes for shard in shards)
     report.shards = len(shards)
+    report.skipped = unusable.ids
     if not report.rows:
         raise RunError(f"no row has usable features: {', '.join(report.skipped[:5])}")
     provenance.write_json(out / "provenance.json", provenance.collect(capture=report.to_dict()))
@@ -181,22 +173,18 @@ def _features(
     for first in range(0, len(rows), settings.batch_size):
         chosen = by_length[first : first + settings.batch_size]
         batch = collate([rows[i] for i in chosen])
-        features = target.features(batch.input_ids, header.layer_ids)
-        taps = features.taps.to(dtype).cpu()
-        last = features.last_hidden.to(dtype).cpu()
+        found = target.features(batch.input_ids, header.layer_ids)
+        # as they are stored: what overflows there is unusable too
+        features = Features(found.taps.to(dtype).cpu(), found.last_hidden.to(dtype).cpu())
+        lengths = torch.tensor([len(rows[i].input_ids) for i in chosen])
+        usable = features.usable(lengths).tolist()
         for place, index in enumerate(chosen):
-            row = rows[index]
-            length = len(row.input_ids)
-            # copies: a view would keep the whole padded batch alive
-            one = taps[place, :length].clone(), last[place, :length].clone()
-            layers = one[0].view(length, len(header.layer_ids), -1).unbind(1)
-            if all(_usable(tensor) for tensor in (*layers, one[1])):
-                done[index] = ShardRow(row.id, row.input_ids, row.loss_mask, *one)
+            row, length = rows[index], int(lengths[place])
+            if usable[place]:
+                # copies: a view would keep the whole padded batch alive
+                taps = features.taps[place, :length].clone()
+                last = features.last_hidden[place, :length].clone()
+                done[index] = ShardRow(row.id, row.input_ids, row.loss_mask, taps, last)
             else:
-                log.warning("row %s: features with NaN, Inf or only zeros; skipped", row.id)
                 skipped.append(row.id)
     return [done[index] for index in sorted(done)], skipped
-
-
-def _usable(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().all()) and bool(tensor.any())

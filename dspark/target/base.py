@@ -34,6 +34,23 @@ class Features:
     taps: Tensor  # [B, S, F*D]
     last_hidden: Tensor  # [B, S, D], behind the final norm
 
+    def usable(self, lengths: Tensor) -> Tensor:  # [B] int64 -> [B] bool
+        """Rows that can be learned from, by their first ``lengths`` positions.
+
+        In the others a value is NaN or infinite (an overflow in float16, a damaged weight), or one
+        of the layers is zero throughout.
+        """
+        hidden_size = self.last_hidden.shape[-1]
+        layers = self.taps.view(*self.taps.shape[:2], -1, hidden_size).unbind(2)
+        real = torch.arange(self.taps.shape[1], device=lengths.device) < lengths[:, None]
+        # the largest magnitude is NaN where any is, and no tensor of this size is made
+        largest = [
+            torch.linalg.vector_norm(layer, torch.inf, dim=-1).where(real, 0).amax(-1)
+            for layer in (*layers, self.last_hidden)
+        ]
+        peaks = torch.stack(largest)
+        return (peaks.isfinite() & (peaks > 0)).all(0)
+
 
 @dataclass(frozen=True)
 class Rows:

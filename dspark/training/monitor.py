@@ -10,7 +10,9 @@
 - ``train/confidence_{abs_error,bias,cumprod_bias}``: confidence against alpha.
 - ``train/lr`` of the line's last step, ``train/grad_norm`` before clipping, mean over the steps.
 - ``train/epoch``: passes over the data; ``train/supervised_tokens``: slots with a label in the
-  line's steps; ``train/empty_steps``: how many of these steps had none in any row.
+  line's steps; ``train/empty_steps``: how many of these steps had none in any row;
+  ``train/skipped_rows``: rows in these steps that were left out because the target's features of
+  them hold NaN, Inf or only zeros.
 - ``perf/step_s``, ``perf/tokens_per_s`` (tokens of the rows, without padding, all processes),
   ``perf/mem_gib`` (peak of this process's GPU).
 - ``val/…``: real decoding, see `validation`.
@@ -38,7 +40,7 @@ __all__ = ["MetricsFile", "Monitor"]
 
 log = logging.getLogger(__name__)
 
-_EXTRAS = ("loss", "grad_norm", "tokens", "empty_steps")
+_EXTRAS = ("loss", "grad_norm", "tokens", "empty_steps", "skipped_rows")
 
 
 class Monitor:
@@ -53,18 +55,20 @@ class Monitor:
         self._since = time.perf_counter()
         self._timed_steps = 0
 
-    def add(self, vector: Tensor, loss: Tensor, *, tokens: int) -> None:
+    def add(self, vector: Tensor, loss: Tensor, *, tokens: int, skipped: Tensor) -> None:
         """Count one forward pass of this process.
 
         Args:
             vector: `Sums.to_vector` of the pass.
             loss: its share of the step's loss.
             tokens: of its rows, without padding.
+            skipped: how many of its rows were left out.
         """
         assert len(vector) == self._statistics
         self._sums[: self._statistics] += vector
         self._sums[self._statistics] += loss.detach()
         self._sums[self._statistics + 2] += tokens
+        self._sums[self._statistics + 4] += skipped
 
     def end_step(self, grad_norm: Tensor, denominators: Tensor) -> None:
         """Count an optimizer step; both arguments are the same in every process."""
@@ -83,7 +87,7 @@ class Monitor:
         total = self._accelerator.reduce(self._sums, reduction="sum").cpu()
         elapsed = time.perf_counter() - self._since
         sums = Sums.from_vector(total[: self._statistics])
-        loss, grad_norm, tokens, empty_steps = total[self._statistics :].tolist()
+        loss, grad_norm, tokens, empty_steps, skipped_rows = total[self._statistics :].tolist()
         steps, timed = self._steps, self._timed_steps
         figures = {
             "train/loss": loss / steps,
@@ -91,6 +95,7 @@ class Monitor:
             "train/grad_norm": grad_norm / steps,
             "train/supervised_tokens": float(sums.slots.sum()),
             "train/empty_steps": empty_steps,
+            "train/skipped_rows": skipped_rows,
             "perf/step_s": elapsed / timed,
             # after a resume the first line also holds steps of the process before
             "perf/tokens_per_s": tokens * timed / steps / elapsed,
@@ -102,11 +107,6 @@ class Monitor:
         self._steps = self._timed_steps = 0
         self._since = time.perf_counter()
         return figures
-
-    @property
-    def steps(self) -> int:
-        """Steps since the last line."""
-        return self._steps
 
     def state(self) -> tuple[list[list[float]], int]:
         """Sums of each process and steps since the last line, for a checkpoint. A collective.

@@ -23,11 +23,13 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from dspark import config_io, provenance
 from dspark.config import Config
 from dspark.corpus.chat import check_template
+from dspark.corpus.unusable import Unusable
 from dspark.draft.config import DSparkConfig
 from dspark.errors import CheckpointError, ConfigError, DSparkError, RunError, unwritable
 from dspark.export.check import Probe
@@ -36,7 +38,7 @@ from dspark.progress import Bar, quiet_transformers
 from dspark.target import load, load_tokenizer, resolve
 from dspark.training import build, checkpoint, launch, tracker, validation
 from dspark.training.checkpoint import Best, Saved, TrainState
-from dspark.training.features import batch_features, gather_rows
+from dspark.training.features import batch_features, gather_rows, silence
 from dspark.training.journal import Journal
 from dspark.training.monitor import Monitor
 from dspark.training.objective import Objective
@@ -268,6 +270,8 @@ class Trainer:
             pin=accelerator.device.type == "cuda",
         )
         self.monitor = Monitor(self.draft.block_size, accelerator)
+        self.unusable = Unusable(len(rows), self.target.dtype)
+        self._usable: list[tuple[tuple[str, ...], Tensor]] = []
         self.step = 0
         self.best: Best | None = None
         self.last: Path | None = None
@@ -370,20 +374,26 @@ class Trainer:
         for number, one in enumerate(window.passes, 1):
             last = number == len(window.passes)
             with nullcontext() if last else accelerator.no_sync(self.model):
-                loss, vector = self._forward(one.to(device), shared[:2], ramp)
+                loss, vector, skipped = self._forward(one.to(device), shared[:2], ramp)
                 # data parallelism averages the gradients; the shares of the loss add up
                 accelerator.backward(loss * processes)
-            self.monitor.add(vector, loss, tokens=one.num_tokens)
+            self.monitor.add(vector, loss, tokens=int(one.lengths.sum()), skipped=skipped)
         norm = accelerator.clip_grad_norm_(self._parameters, settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.monitor.end_step(norm, shared[:2])
         return stop.pending if processes == 1 else stopping.read()
 
-    def _forward(self, one: Pass, denominators: Tensor, ramp: float) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, one: Pass, denominators: Tensor, ramp: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss share, `Sums.to_vector`, and how many rows were left out."""
         features = batch_features(
             self.target, self.draft.layer_ids, one.input_ids, one.taps, one.last_hidden
         )
+        usable = features.usable(one.lengths)
+        self._usable.append((one.row_ids, usable))  # read when a line is due
+        mask = silence(features, usable, one.mask, one.block_rows, one.anchors.shape[1])
         loss, vector = self.model(
             features.taps,
             gather_rows(features.last_hidden, one.target_rows),
@@ -392,41 +402,36 @@ class Trainer:
             block_rows=one.block_rows,
             labels=one.labels,
             prev_ids=one.prev_ids,
-            mask=one.mask,
+            mask=mask,
             denominators=denominators,
             ramp=ramp,
         )
-        return loss, vector
+        return loss, vector, (~usable).sum()
 
     def _line(self) -> dict[str, float]:
-        try:
-            figures = self.monitor.line()
-        except RunError as error:
-            raise RunError(f"{error}{self._blame()}") from None
+        figures = self.monitor.line()
+        if figures["train/skipped_rows"]:
+            self._name_skipped()
+        self._usable.clear()
         return {
             **figures,
             "train/lr": self.schedule.lr(self.step - 1),
             "train/epoch": self.plan.epoch(self.step),
         }
 
-    @torch.no_grad()
-    def _blame(self) -> str:
-        """Rows since the last line whose features are the reason that the loss is not finite."""
-        for step in range(self.step - self.monitor.steps, self.step):
-            window = self.windows.draw(step)
-            for one in (each.to(self.accelerator.device) for each in window.passes):
-                features = batch_features(
-                    self.target, self.draft.layer_ids, one.input_ids, one.taps, one.last_hidden
-                )
-                # padding on the right cannot reach what stands before it
-                sound = features.taps.isfinite().all(-1) & features.last_hidden.isfinite().all(-1)
-                for row_id, length, fine in zip(one.row_ids, one.lengths, sound, strict=True):
-                    if not bool(fine[:length].all()):
-                        return (
-                            f". In step {step} the target's features of row '{row_id}' hold NaN or "
-                            "infinity: remove it (`dspark capture` skips and counts such rows)"
-                        )
-        return ""
+    def _name_skipped(self) -> None:
+        """Say which rows of the last line were left out, the same in every process.
+
+        Raises:
+            RunError: they are too many by now.
+        """
+        found = [
+            row_id
+            for row_ids, usable in self._usable
+            for row_id, fine in zip(row_ids, usable.tolist(), strict=True)
+            if not fine
+        ]
+        self.unusable.add(gather_object(found))
 
     def _shown(self) -> dict[str, str]:
         if not self._figures:

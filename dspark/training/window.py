@@ -51,14 +51,8 @@ class Pass:
     labels: Tensor  # [N, K] int64
     prev_ids: Tensor  # [N, K] int64
     mask: Tensor  # [N, K] bool
+    lengths: Tensor  # [B] int64, without padding
     row_ids: tuple[str, ...]
-    lengths: tuple[int, ...]
-    """Tokens of each row, without padding."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows, without padding."""
-        return sum(self.lengths)
 
     def to(self, device: torch.device) -> "Pass":
         """The same on ``device``, copied without waiting for it."""
@@ -198,8 +192,8 @@ def draw_pass(
         labels=blocks.label_ids.flatten(0, 1)[chosen],
         prev_ids=blocks.prev_ids.flatten(0, 1)[chosen],
         mask=mask[chosen],
+        lengths=torch.tensor([len(row.input_ids) for row in rows]),
         row_ids=tuple(row.id for row in rows),
-        lengths=tuple(len(row.input_ids) for row in rows),
     )
 
 

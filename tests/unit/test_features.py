@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from dspark import config_io
 from dspark.config import CaptureSettings, Config
 from dspark.corpus.capture import capture
 from dspark.corpus.dataset import ResponseRows, Row, ShardRows
 from dspark.errors import DataError
-from dspark.target import Target, load
-from dspark.testing import save_tiny_target, tiny_target, tiny_tokenizer
+from dspark.losses import denominators
+from dspark.target import Features, Target, load
+from dspark.testing import save_tiny_target, tiny_draft, tiny_target, tiny_tokenizer
 from dspark.training import trainer
-from dspark.training.features import batch_features, gather_rows
-from dspark.training.window import draw_pass
+from dspark.training.features import batch_features, gather_rows, silence
+from dspark.training.objective import Objective
+from dspark.training.window import Pass, draw_pass
 
 LAYERS = (1, 2, 3)
 
@@ -95,6 +98,57 @@ def test_online_and_offline_give_the_same_features(place: Path) -> None:
             torch.testing.assert_close(
                 mine[index, :length], theirs[index, :length], rtol=1e-5, atol=1e-5
             )
+
+
+def test_a_row_that_is_left_out_adds_nothing(place: Path) -> None:
+    target = load(str(place / "target"), dtype="float32", device="cpu")
+    rows = ResponseRows(config(place).data, tiny_tokenizer())
+    draft = tiny_draft(target)
+    layers = draft.layer_ids
+    settings = config(place).loss
+    objective = Objective(draft, target.logits, settings)
+    both = draw_pass([rows[0], rows[1]], [1, 2], num_anchors=5, block_size=4)
+    alone = draw_pass([rows[0]], [1], num_anchors=5, block_size=4)
+    divisors = denominators(both.mask, settings)
+
+    def share(one: Pass, bad: int | None) -> tuple[Tensor, list[Tensor], Tensor]:
+        features = batch_features(target, layers, one.input_ids, None, None)
+        if bad is not None:
+            features.last_hidden[bad, 3] = torch.inf
+            features.taps[bad, :, 7] = torch.nan
+        usable = features.usable(one.lengths)
+        assert usable.tolist() == [number != bad for number in range(len(usable))]
+        mask = silence(features, usable, one.mask, one.block_rows, one.anchors.shape[1])
+        loss, vector = objective(
+            features.taps,
+            gather_rows(features.last_hidden, one.target_rows),
+            anchor_ids=one.anchor_ids,
+            anchors=one.anchors,
+            block_rows=one.block_rows,
+            labels=one.labels,
+            prev_ids=one.prev_ids,
+            mask=mask,
+            denominators=divisors,
+            ramp=1.0,
+        )
+        draft.zero_grad()
+        loss.backward()
+        grads = [p.grad.clone() for _, p in draft.trainable() if p.grad is not None]
+        return loss, grads, vector
+
+    left, right = share(both, 1), share(alone, None)
+    torch.testing.assert_close(left, right)
+    assert len(left[1]) > 5
+    assert not torch.allclose(share(both, None)[0], right[0])
+
+
+def test_padding_does_not_make_a_row_unusable() -> None:
+    taps, last = torch.ones(3, 6, 8), torch.ones(3, 6, 4)
+    taps[0, 4], last[0, 5] = torch.nan, torch.inf
+    taps[1, :4, 4:] = 0
+    taps[2, :3, 4:] = 0
+    assert Features(taps, last).usable(torch.tensor([4, 4, 4])).tolist() == [True, False, True]
+    assert Features(taps, last).usable(torch.tensor([5, 5, 3])).tolist() == [False, True, False]
 
 
 def test_online_and_offline_runs_are_the_same_run(place: Path, tmp_path: Path) -> None:

@@ -46,11 +46,12 @@ def test_a_line_pools_over_its_steps(accelerator: Accelerator) -> None:
     monitor = Monitor(K, accelerator)
     small, large = one_pass(0, 2), one_pass(1, 6)
     for (vector, loss, below), norm in ((small, 1.0), (large, 3.0)):
-        monitor.add(vector, loss, tokens=10)
+        monitor.add(vector, loss, tokens=10, skipped=torch.tensor(2))
         monitor.end_step(torch.tensor(norm), below)
     figures = monitor.line()
     assert figures["train/loss"] == pytest.approx(float(small[1] + large[1]) / 2)
     assert figures["train/grad_norm"] == pytest.approx(2.0)
+    assert figures["train/skipped_rows"] == 4
     assert figures["train/supervised_tokens"] == 2 * K - 1 + 6 * K - 1
     assert figures["train/tau"] == pytest.approx(figures["train/accepted_drafts"] + 1)
     ce = float(small[0][0] + large[0][0]) / float(small[2][0] + large[2][0])
@@ -67,7 +68,7 @@ def test_a_half_filled_window_survives_a_checkpoint(accelerator: Accelerator) ->
             if monitor is after:
                 window, steps = before.state()
                 after.restore(json.loads(json.dumps(window)), steps)
-            monitor.add(vector, loss, tokens=7)
+            monitor.add(vector, loss, tokens=7, skipped=torch.tensor(index))
             monitor.end_step(torch.tensor(1.5), below)
     mine, theirs = whole.line(), after.line()
     assert {k: v for k, v in mine.items() if not k.startswith("perf/")} == {
@@ -81,7 +82,7 @@ def test_a_window_of_two_processes_is_continued_by_one(accelerator: Accelerator)
     size = 3 * K + 10
     window = []
     for vector, loss, _ in (first, second):
-        sums = torch.zeros(size + 4, dtype=torch.float64)
+        sums = torch.zeros(size + 5, dtype=torch.float64)
         sums[:size], sums[size] = vector, loss
         window.append(sums.tolist())
     monitor.restore(window, 1)
@@ -91,7 +92,7 @@ def test_a_window_of_two_processes_is_continued_by_one(accelerator: Accelerator)
 def test_a_loss_that_is_not_finite_stops_the_run(accelerator: Accelerator) -> None:
     monitor = Monitor(K, accelerator)
     vector, loss, below = one_pass(0, 2)
-    monitor.add(vector, loss * float("nan"), tokens=1)
+    monitor.add(vector, loss * float("nan"), tokens=1, skipped=torch.tensor(0))
     monitor.end_step(torch.tensor(1.0), below)
     with pytest.raises(RunError, match="the loss is nan"):
         monitor.state()

@@ -111,13 +111,12 @@ def test_accumulation_makes_the_step_of_one_large_batch(place: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_two_processes_make_the_step_of_one(place: Path, tmp_path: Path) -> None:
-    """Also when one of them has rows without a single supervised slot."""
+    """Also when one of them has rows without a single supervised slot, or one with NaN."""
     rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
     for row in rows[::2]:  # one supervised token is enough for the reader, none for a block
         row["loss_mask"] = [0] * (len(row["loss_mask"]) - 1) + [1]
-    write_rows(tmp_path / "rows.jsonl", rows)
     own = [
-        f"data.responses=[{tmp_path / 'rows.jsonl'}]",
+        *with_bad_rows(place, tmp_path, rows, 3),
         "data.min_supervised_tokens=1",
         "train.steps=5",
         "train.save_every=3",
@@ -132,6 +131,7 @@ def test_two_processes_make_the_step_of_one(place: Path, tmp_path: Path) -> None
         command, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("row r3: features with NaN, Inf or only zeros") == 2  # by each process
     assert_same_run(tmp_path / "one", tmp_path / "two")
     # and one process goes on where two stopped
     halfway = tmp_path / "two" / "checkpoint-3"
@@ -222,22 +222,39 @@ def test_a_step_without_a_supervised_slot_is_counted_and_harmless(
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "out").values())
 
 
-def test_a_row_that_the_target_cannot_compute_is_named(place: Path, tmp_path: Path) -> None:
-    save_tiny_target(tmp_path / "target", tie_word_embeddings=False)
-    file = tmp_path / "target" / "model.safetensors"
+def with_bad_rows(place: Path, out: Path, rows: list[dict[str, Any]], *bad: int) -> list[str]:
+    """Settings for a target whose features are NaN behind token 122, which stands in ``bad``."""
+    save_tiny_target(out / "target", tie_word_embeddings=False)
+    file = out / "target" / "model.safetensors"
     held = load_file(file)
     held["model.embed_tokens.weight"][122] = float("nan")
     save_file(held, file, metadata={"format": "pt"})
+    for number in bad:
+        rows[number]["input_ids"][5] = 122
+    write_rows(out / "rows.jsonl", rows)
+    return [f"target.path={out / 'target'}", f"data.responses=[{out / 'rows.jsonl'}]"]
+
+
+def test_a_row_that_the_target_cannot_compute_is_named_and_left_out(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
-    rows[6]["input_ids"][5] = 122
-    write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(RunError, match=r"loss is nan.*row 'r6' hold NaN"):
-        run(
-            place,
-            tmp_path / "out",
-            f"target.path={tmp_path / 'target'}",
-            f"data.responses=[{tmp_path / 'rows.jsonl'}]",
-        )
+    own = with_bad_rows(place, tmp_path, rows, 6)
+    run(place, tmp_path / "out", *own, "train.steps=10", "train.batch_size=2", "train.log_every=2")
+    assert caplog.text.count("row r6: features with NaN, Inf or only zeros; skipped") == 1
+    figures = lines(tmp_path / "out")
+    assert sum(line["train/skipped_rows"] for line in figures) == 2  # in two passes over ten rows
+    assert all(line["train/loss"] > 0 for line in figures)
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path / "out").values())
+
+
+def test_too_many_rows_that_the_target_cannot_compute_stop_the_run(
+    place: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    own = with_bad_rows(place, tmp_path, rows, 6, 2)
+    with pytest.raises(RunError, match=r"2 of 10 rows .*zeros \(first: r[26], r[26]\)"):
+        run(place, tmp_path / "out", *own, "train.steps=20", "train.log_every=1")
 
 
 def test_rows_that_cannot_hold_an_anchor_stop_the_run(place: Path, tmp_path: Path) -> None:
