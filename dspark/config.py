@@ -77,6 +77,13 @@ class DraftSettings(_Settings):
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
     """An id that never occurs in the data; None picks an unused special id of the tokenizer."""
 
+    @field_validator("target_layer_ids")
+    @classmethod
+    def _some_or_none(cls, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if ids == ():
+            raise ValueError("must be layer numbers such as [1, 9, 17], or null")
+        return ids
+
 
 class SamplingSetting(_Settings):
     """One way to sample the target; several are mixed by weight, chosen per row."""

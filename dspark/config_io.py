@@ -59,7 +59,13 @@ _Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
 
 def _parse(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        _listify(value)  # finds no end in a value that holds itself
+        return value
+    except RecursionError:
+        raise ConfigError(
+            f"{source} is nested too deeply, or holds a value inside itself (*x inside &x)"
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
@@ -83,7 +89,10 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             text = f"{text}={words.pop(0)}"
         path, equals, raw = text.partition("=")
         if not equals or not path or any(not part for part in path.split(".")):
-            raise ConfigError(f"override '{word}' must look like section.key=value")
+            file = f"; a settings file is given as --config {word}" if _is_file(word) else ""
+            raise ConfigError(f"override '{word}' must look like section.key=value{file}")
+        if "." not in path and path not in Config.model_fields and nearest(path, ["config"]):
+            raise ConfigError(f"unknown option '{path}'; a settings file is given as --config PATH")
         value = _parse(raw, f"the value of '{path}'") if raw else ""
         here = tree
         *parents, leaf = path.split(".")
@@ -93,6 +102,10 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
                 raise ConfigError(f"override '{word}' gives '{path}' a value inside another value")
         here[leaf] = value
     return tree
+
+
+def _is_file(word: str) -> bool:
+    return word.endswith((".yaml", ".yml")) or Path(word).is_file()
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +148,7 @@ def _sentence(error: Any, source: str) -> str:
         return f"{source}: unknown key '{dotted}'{hint}"
     message = _WANTED.get(error["type"]) or error["msg"].removeprefix("Value error, ")
     value = error.get("input")
+    value = list(value) if isinstance(value, tuple) else value
     shown = "" if isinstance(value, dict | BaseModel) else f", got {value!r}"
     return f"{source}: {dotted}: {message[0].lower()}{message[1:]}{shown}"
 

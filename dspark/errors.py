@@ -7,7 +7,8 @@ that Ctrl-C stopped with 130. Anything else that escapes is a bug and shows its 
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -19,6 +20,7 @@ __all__ = [
     "TargetError",
     "nearest",
     "unwritable",
+    "wanted",
 ]
 
 
@@ -61,6 +63,36 @@ def nearest(name: str, known: Iterable[str], section: str = "") -> str:
     """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{section}{close[0]}'?)" if close else ""
+
+
+_WANTED = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "greater_than": "must be > {gt}",
+    "greater_than_equal": "must be >= {ge}",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "less_than": "must be < {lt}",
+    "less_than_equal": "must be <= {le}",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "model_type": "must be an object",
+    "string_type": "must be a string",
+    "too_short": "must have {min_length} or more entries",
+}
+
+
+def wanted(problem: Mapping[str, Any]) -> str:
+    """`must be …` for an entry of pydantic's `errors()`, whose own words are about Python."""
+    if problem["type"] in _WANTED:
+        return _WANTED[problem["type"]].format_map(problem.get("ctx", {}))
+    said: str = problem["msg"]
+    return said[:1].lower() + said[1:]
 
 
 _PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)

@@ -8,10 +8,11 @@ import sys
 from typing import Any
 
 import typer
+from pydantic import ValidationError
 
 from dspark.cli import corpus, distill, models, serve
 from dspark.cli.common import set_up
-from dspark.errors import DSparkError, unwritable
+from dspark.errors import DSparkError, unwritable, wanted
 
 __all__ = ["app", "main"]
 
@@ -48,6 +49,10 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except _UsageError as error:
+        cause = error.__cause__
+        if isinstance(cause, ValidationError) and cause.errors()[0]["type"] != "value_error":
+            # new releases of typer check ranges by pydantic and do not say what was given
+            error.message = f"{wanted(cause.errors()[0])}, got {cause.errors()[0]['input']}"
         error.show(file=sys.stderr)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):

@@ -74,8 +74,10 @@ class Completion:
         return sum(self.step_s)
 
 
-def check_request(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Refuse what cannot fit the context.
+def check_request(
+    target: Target, prompt_tokens: int, max_new_tokens: int, name: str = "max_new_tokens"
+) -> None:
+    """Refuse what cannot fit the context; ``name`` is what the caller calls ``max_new_tokens``.
 
     Raises:
         ConfigError: the prompt is empty, or prompt and output exceed the target's positions.
@@ -85,7 +87,7 @@ def check_request(target: Target, prompt_tokens: int, max_new_tokens: int) -> No
         raise ConfigError("the prompt has no tokens")
     if prompt_tokens + max_new_tokens > limit:
         raise ConfigError(
-            f"{prompt_tokens} prompt tokens and max_new_tokens {max_new_tokens} make "
+            f"{prompt_tokens} prompt tokens and {name} {max_new_tokens} make "
             f"{prompt_tokens + max_new_tokens}, more than the target's {limit} positions"
         )
 

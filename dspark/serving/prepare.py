@@ -80,12 +80,15 @@ class Preparer:
         text = self._render(messages, request.chat_template_kwargs or {})
         # the template has written the special tokens itself
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._work(ids, request, limits.pop() if limits else None, request.seed, "messages")
+        name = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
+        limit = limits.pop() if limits else None
+        return self._work(ids, request, (name, limit), request.seed, "messages")
 
     def completion(self, request: CompletionRequest) -> Work:
         """Tokenise a plain prompt, or take its ids as they are."""
         ids = self._ids(request.prompt)
-        return self._work(ids, request, request.max_tokens, request.seed, "prompt")
+        limit = ("max_tokens", request.max_tokens)
+        return self._work(ids, request, limit, request.seed, "prompt")
 
     def native(self, request: GenerateRequest) -> Work:
         """The same for SGLang's /generate."""
@@ -94,7 +97,8 @@ class Preparer:
         name = "text" if request.text is not None else "input_ids"
         ids = self._ids(getattr(request, name))
         params = request.sampling_params
-        return self._work(ids, params, params.max_new_tokens, params.sampling_seed, name)
+        limit = ("sampling_params.max_new_tokens", params.max_new_tokens)
+        return self._work(ids, params, limit, params.sampling_seed, name)
 
     def _render(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
         if not self._tokenizer.chat_template:
@@ -131,8 +135,14 @@ class Preparer:
         return prompt
 
     def _work(
-        self, ids: list[int], options: Any, max_tokens: int | None, seed: int | None, name: str
+        self,
+        ids: list[int],
+        options: Any,
+        limit: tuple[str, int | None],
+        seed: int | None,
+        name: str,
     ) -> Work:
+        """``limit`` is the output limit by the name that the client knows it by."""
         if not ids:
             raise _bad(name, f"'{name}' is empty: there is nothing to continue")
         vocab = self._target.vocab_size
@@ -140,16 +150,21 @@ class Preparer:
         for token_id in ids:
             if not 0 <= token_id < vocab:
                 raise _bad(name, f"'{name}' holds the id {token_id}; ids are 0..{vocab - 1}")
+        field, max_tokens = limit
         cap = self._settings.max_output_tokens
         if max_tokens is not None and max_tokens > cap:
-            raise _bad(
-                "max_tokens", f"'max_tokens' is {max_tokens}, above this server's limit of {cap}"
+            raise _bad(field, f"'{field}' is {max_tokens}, above this server's limit of {cap}")
+        room = self.max_model_len - len(ids)
+        if room < 1:
+            message = (
+                f"'{name}' has {len(ids)} tokens and leaves no room for an answer in the "
+                f"{self.max_model_len} positions of the model"
             )
+            raise ApiError(400, message, param=name, code="context_length_exceeded")
         if max_tokens is None:
-            room = self.max_model_len - len(ids)
-            max_tokens = max(1, min(self._settings.default_max_tokens, cap, room))
+            max_tokens = min(self._settings.default_max_tokens, cap, room)
         try:
-            check_request(self._target, len(ids), max_tokens)
+            check_request(self._target, len(ids), max_tokens, f"'{field}'")
         except ConfigError as error:
             raise ApiError(400, str(error), param=name, code="context_length_exceeded") from None
         sampling, seed = self._sampling(options, seed)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from dspark.errors import nearest
+from dspark.errors import nearest, wanted
 from dspark.serving.options import CALLER_LABELS, NEUTRAL_VALUES
 
 __all__ = [
@@ -278,11 +278,9 @@ def _first_problem(error: ValidationError) -> ApiError:
     place = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
         return ApiError(400, f"'{place}' is required", param=place, code="missing_parameter")
-    said = problem["msg"]
-    said = said[:1].lower() + said[1:]
     return ApiError(
         400,
-        f"'{place}': {said} (got {_shown(problem['input'])})",
+        f"'{place}' {wanted(problem)} (got {_shown(problem['input'])})",
         param=place,
         code="invalid_value",
     )

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         epilog=_EXAMPLE,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="PATH", help="YAML settings; see configs/")
+    parser.add_argument("--config", "-c", metavar="PATH", help="YAML settings; see configs/")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     arguments, overrides = parser.parse_known_args(argv)
     rank = int(os.environ.get("RANK", "0"))

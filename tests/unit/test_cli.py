@@ -23,6 +23,10 @@ from dspark.testing import save_tiny_target, tiny_draft, tiny_target, tiny_token
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["train", "train.stesp=1"], "'train.steps'"),
         (["train", "train.features=offline"], "data.shards"),
+        (["train", "--confg", "some.yaml"], "'confg'; a settings file is given as --config PATH"),
+        (["train", "some.yaml"], "is given as --config some.yaml"),
+        (["train", "-c", "some.yaml"], "cannot read the config some.yaml"),
+        (["sample", "some.yaml"], "is given as --config some.yaml"),
         (["sample", "--prompts", "x", "sample.settings=[]"], "sample.settings"),
         (["sample", "--prompts", "x", "sample.settings=[{top_p: 0}]"], "top_p"),
         (["doctor", "x", "--max-length", "3"], "data.max_length"),
@@ -37,6 +41,9 @@ from dspark.testing import save_tiny_target, tiny_draft, tiny_target, tiny_token
         (["demo"], "checkout"),
         (["frobnicate"], "frobnicate"),
         (["serve"], "--target"),
+        (["serve", "--target", "x", "--port", "99999"], "99999"),
+        (["serve", "--target", "x", "--port", "www"], "must be a whole number, got www"),
+        (["export", "a", "b", "--format", "onnx"], "'onnx'"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_exit_code_two(

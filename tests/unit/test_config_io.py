@@ -74,6 +74,8 @@ def test_flag_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
         ("target.dtype=float16", ["target.dtype", "'float32'", "'float16'"]),
         ("eval.max_new_tokens=0", ["eval.max_new_tokens", "equal to 1", "got 0"]),
         ("train=5", ["train", "keys", "got 5"]),
+        ("draft.target_layer_ids=[]", ["draft.target_layer_ids: ", "or null", "got []"]),
+        ("train.tracker=&x [*x]", ["'train.tracker'", "inside itself"]),
         ("train.steps", ["section.key=value"]),
         ("=5", ["section.key=value"]),
     ],
@@ -97,6 +99,9 @@ def test_a_wrong_setting_is_named(override: str, words: list[str]) -> None:
         ("train: 5\n", ["'train'", "keys", "got 5"]),
         ("draft:\n  ? [a, b]\n  : 1\n", ["line 2", "['a', 'b']", "no word"]),
         ("train: {lr: '1e-4'}\n", ["train.lr", "number", "'1e-4'"]),
+        ("train: &x [*x]\n", ["c.yaml", "inside itself"]),
+        ("train: &x {steps: *x}\n", ["c.yaml", "inside itself"]),
+        ("train: " + "[" * 5000, ["c.yaml", "nested too deeply"]),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -139,6 +139,9 @@ def test_a_value_out_of_range_is_refused_with_the_option_and_the_value(
     error = refusal(ChatRequest, {"messages": MESSAGES, name: value})
     assert error.param == name
     assert f"(got {json.dumps(value)})" in error.message
+    # the library's own words are about Python's objects
+    assert error.message.startswith(f"'{name}' ")
+    assert not any(word in error.message for word in ("nput should", "valid", "instance"))
 
 
 @pytest.mark.parametrize(

@@ -190,8 +190,13 @@ def test_the_context_limit_is_exact(client: httpx.Client) -> None:
     body = {"prompt": [65] * (LIMIT - 3), "max_tokens": 4}
     error = error_of(client.post("/v1/completions", json=body), 400)
     assert error["code"] == "context_length_exceeded"
-    assert str(LIMIT - 3) in error["message"]
-    assert str(LIMIT) in error["message"]
+    assert f"{LIMIT - 3} prompt tokens and 'max_tokens' 4 make {LIMIT + 1}" in error["message"]
+    body = {"messages": MESSAGES, "max_completion_tokens": LIMIT}
+    error = error_of(client.post("/v1/chat/completions", json=body), 400)
+    assert f"'max_completion_tokens' {LIMIT}" in error["message"]
+    body = {"text": "a", "sampling_params": {"max_new_tokens": LIMIT}}
+    error = error_of(client.post("/generate", json=body), 400)
+    assert f"'sampling_params.max_new_tokens' {LIMIT}" in error["message"]
 
 
 def test_without_a_limit_the_answer_ends_where_the_context_does(client: httpx.Client) -> None:
@@ -199,13 +204,19 @@ def test_without_a_limit_the_answer_ends_where_the_context_does(client: httpx.Cl
     whole = client.post("/v1/completions", json=body).json()
     assert whole["usage"]["completion_tokens"] == 3
     assert whole["choices"][0]["finish_reason"] == "length"
-    error_of(client.post("/v1/completions", json={"prompt": [65] * LIMIT}), 400)
+    error = error_of(client.post("/v1/completions", json={"prompt": [65] * LIMIT}), 400)
+    # no field was sent, so none is blamed
+    assert error["message"].startswith(f"'prompt' has {LIMIT} tokens and leaves no room")
 
 
 def test_the_servers_own_output_limit_holds(client: httpx.Client) -> None:
     error = error_of(client.post("/v1/completions", json={"prompt": "a", "max_tokens": 601}), 400)
     assert error["param"] == "max_tokens"
     assert "600" in error["message"]
+    body = {"messages": MESSAGES, "max_completion_tokens": 601}
+    error = error_of(client.post("/v1/chat/completions", json=body), 400)
+    assert error["param"] == "max_completion_tokens"
+    assert error["message"].startswith("'max_completion_tokens' is 601")
 
 
 def test_a_stop_string_ends_text_and_usage(client: httpx.Client) -> None:
