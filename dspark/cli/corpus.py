@@ -63,6 +63,10 @@ def _doctor(
 ) -> None:
     """What is wrong with this data, before a GPU hour is spent on it.
 
+    Single rows that cannot be used are counted and their lines named, and the exit code is 0:
+    sampling and training pass over them. It is 2 when nothing can be trained on or a file holds
+    no usable row.
+
     Example: dspark doctor outputs/responses.jsonl --target smollm2-135m
     """
     from rich.console import Console

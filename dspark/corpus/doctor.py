@@ -44,6 +44,7 @@ def examine(
     contents: set[bytes] = set()
     with Bar("examining", None) as bar:
         for source in expand(sources):
+            read, good = report.rejects.read, False
             for raw in read_rows(source, report.rejects):
                 bar.advance()
                 try:
@@ -51,8 +52,13 @@ def examine(
                         _answer(report, raw, tokenizer, data, keys, contents, show)
                     else:
                         _prompt(report, raw, tokenizer, keys, contents, show)
+                    good = True
                 except RowError as error:
                     report.rejects.add(error, raw.place)
+                    # a row that stands in another file too is a fine row
+                    good = good or error.reason == Reason.DUPLICATE_ID
+            if not good:
+                report.useless[source] = report.rejects.read - read
     return report
 
 

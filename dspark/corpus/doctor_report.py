@@ -45,6 +45,9 @@ class DoctorReport:
     """Rows with answers by the template's switch: `on`, `off`, `unset`."""
     other_templates: Counter[str] = field(default_factory=Counter)
     """Rows that were rendered with another template, by its hash."""
+    useless: dict[str, int] = field(default_factory=dict)
+    """Files without a single row that can be read, and how many rows they have. Sampling and
+    training stop at such a file, whatever the others hold."""
     duplicate_contents: int = 0
     """Rows whose tokens (of prompts: messages) another row had already, under another id."""
     previews: list[Preview] = field(default_factory=list)
@@ -60,15 +63,22 @@ class DoctorReport:
 
     @property
     def ok(self) -> bool:
-        """There is something to sample from or to train on."""
+        """There is something to sample from or to train on, in every file."""
         too_few = self.rejects.counts[Reason.TOO_FEW_SUPERVISED]
-        return self.rejects.accepted > 0 and (self.supervised > 0 or not too_few)
+        some = self.rejects.accepted > 0 and (self.supervised > 0 or not too_few)
+        return some and not self.useless
 
     @property
     def verdict(self) -> str:
         """One sentence."""
-        if not self.rejects.read:
-            return "there is no row"
+        if self.useless:
+            found = "; ".join(
+                f"'{source}' holds no usable row: "
+                + (f"all {rows} are rejected" if rows else "it is empty")
+                for source, rows in self.useless.items()
+            )
+            explained = self.rejects.explained()
+            return f"{found} ({explained})" if explained else found
         if not self.ok:
             return f"no row can be trained on: {self.rejects.summary()}"
         if not self.answered:
@@ -116,6 +126,7 @@ class DoctorReport:
             "verdict": self.verdict,
             "warnings": self.warnings,
             "rows": self.rejects.to_dict(),
+            "useless_files": dict(self.useless),
             "kinds": dict(self.kinds),
             "tokens": self.tokens,
             "supervised_tokens": self.supervised,

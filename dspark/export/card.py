@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dspark.decoding import draft_limit
+
 __all__ = ["CardFacts", "SetResult", "render"]
 
 
@@ -45,7 +47,7 @@ _METRIC = """\
 token (bonus or correction) included, pooled over all rounds of a set; the token that the prefill
 yields is no round, and a round cut by a stop token counts only what stood before the cut.
 `accepted_drafts` counts the kept draft tokens alone. With a block of {k}, a round proposes at most
-{k} tokens and adds at most {top}.
+{proposed} tokens and adds at most {top}{more}.
 """
 
 _USE = """\
@@ -96,6 +98,7 @@ def render(
     """
     name = str(target["name"])
     block = int(config["block_size"])
+    proposed = draft_limit(block, None)
     title = facts.title or f"DSpark draft for {name}, block {block}"
     parts = [
         _front_matter(facts, name),
@@ -114,7 +117,12 @@ def render(
             else f" (reads vanilla Markov heads only; this one is {config['markov_head_type']})",
         ),
         "## Accept length",
-        _METRIC.format(k=block, top=block + 1),
+        _METRIC.format(
+            k=block,
+            proposed=proposed,
+            top=proposed + 1,
+            more="" if proposed == block else "; `--num-draft-tokens` changes that",
+        ),
         _results(facts),
         _check(check),
         "## Training",
@@ -191,6 +199,7 @@ def _check(check: Mapping[str, Any] | None) -> str:
         f"{check['max_new_tokens']} new tokens at most: accept_length {check['accept_length']:.3f} "
         f"over {check['rounds']} rounds, against {check['expected']:.3f} "
         f"({check['expected_from']})."
+        + (f"\n\n**{check['warning']}.**" if "warning" in check else "")
     )
 
 

@@ -106,6 +106,8 @@ def check(directory: Path, target: Target, probe: Probe) -> dict[str, Any]:
     Raises:
         CheckpointError: the export cannot be loaded or does not fit.
         RunError: the accept length is off, or exactly 1.
+
+    Returns the figures, and a ``warning`` if the draft is as good as useless.
     """
     draft = load_draft(directory, target=target)
     stats = measure(target, draft, probe.prompt_ids, probe.max_new_tokens)
@@ -125,7 +127,7 @@ def check(directory: Path, target: Target, probe: Probe) -> dict[str, Any]:
     allowed = max(RELATIVE_TOLERANCE * wanted, ABSOLUTE_TOLERANCE)
     if abs(got - wanted) > allowed:
         raise RunError(f"export check failed: {figures} {origin}, allowed gap {allowed:.4f}")
-    return {
+    found = {
         "accept_length": got,
         "accepted_drafts": stats.accepted_drafts,
         "rounds": stats.rounds,
@@ -134,6 +136,13 @@ def check(directory: Path, target: Target, probe: Probe) -> dict[str, Any]:
         "num_prompts": len(probe.prompt_ids),
         "max_new_tokens": probe.max_new_tokens,
     }
+    if stats.accepted_drafts <= ABSOLUTE_TOLERANCE:
+        # a random draft keeps a token by chance too, and was expected to
+        found["warning"] = (
+            f"only {stats.accepted} drafted tokens were accepted in {stats.rounds} rounds, which "
+            "untrained weights may reach by chance: this draft makes nothing faster"
+        )
+    return found
 
 
 def check_in_clean_process(directory: Path, target: Target) -> dict[str, Any]:

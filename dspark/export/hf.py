@@ -11,6 +11,7 @@ The directory is written under another name, checked there, and renamed last, so
 name is complete and has passed.
 """
 
+import logging
 import os
 import shutil
 from dataclasses import asdict, replace
@@ -34,6 +35,8 @@ from dspark.export.tensors import FROZEN, WEIGHTS_NAME
 from dspark.target import Target
 
 __all__ = ["Format", "export_draft"]
+
+log = logging.getLogger(__name__)
 
 Format = Literal["hf", "sglang", "vllm"]
 """Who will read it. The files are the same; what an engine cannot serve is refused."""
@@ -88,6 +91,8 @@ def export_draft(
         if check:
             save_probe(aside, probe or read.probe or _own_probe(read, target, tokenizer))
             verdict = check_in_clean_process(aside, target)
+        if verdict and "warning" in verdict:
+            log.warning("export check: %s", verdict["warning"])
         _finish(read, aside, place, record, facts, include_frozen, verdict)
         put(aside, place)
     except OSError as error:

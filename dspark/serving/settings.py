@@ -17,7 +17,7 @@ class ServeSettings:
     """
 
     num_draft_tokens: int | None = None
-    """Proposals verified a step; None takes the draft's block size."""
+    """Proposals verified a step; None takes what `decoding.draft_limit` finds best."""
     confidence_threshold: float = 0.0
     """Stop proposing where the draft's own confidence falls below this (0..1; 0 never stops)."""
     default_max_tokens: int = 512

@@ -144,8 +144,8 @@ def test_prompts_without_answers_are_fine(tokenizer: Any, tmp_path: Path) -> Non
     [
         ([tokens("a", 8, 0), tokens("b", 8, 1)], "no row can be trained on: 2 of 2"),
         ([tokens("a", 8, 0), {"text": "q"}], "no row can be trained on: 1 of 2"),
-        (["x", "y"], "invalid_json 2"),
-        ([], "there is no row"),
+        (["x", "y"], r"r\.jsonl' holds no usable row: all 2 are rejected .*invalid_json 2"),
+        ([], r"r\.jsonl' holds no usable row: it is empty"),
     ],
 )
 def test_hopeless_data_is_refused(
@@ -155,6 +155,25 @@ def test_hopeless_data_is_refused(
     assert not report.ok
     with pytest.raises(DataError, match=sentence):
         report.check()
+
+
+def test_a_file_without_a_usable_row_is_named_beside_good_ones(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    good = write(tmp_path / "good.jsonl", tokens("a", 8, 4), "broken", tokens("b", 9, 4))
+    again = write(tmp_path / "again.jsonl", tokens("a", 8, 4))
+    report = examine([good, again], tokenizer, DataSettings())
+    report.check()
+    assert report.warnings[0] == "2 of 4 rows rejected: invalid_json 1, duplicate_id 1"
+    bad, empty = write(tmp_path / "bad.jsonl", "[1]"), write(tmp_path / "empty.jsonl")
+    report = examine([good, bad, empty], tokenizer, DataSettings())
+    assert report.to_dict()["useless_files"] == {bad: 1, empty: 0}
+    with pytest.raises(DataError, match=r"bad\.jsonl' .*all 1 .*empty\.jsonl' .* is empty"):
+        report.check()
+    # training stops at the same files
+    for path in (bad, empty):
+        with pytest.raises(DataError, match=path):
+            ResponseRows(DataSettings(responses=(good, path)), tokenizer)
 
 
 def test_little_supervision_is_warned_about(tokenizer: Any, tmp_path: Path) -> None:

@@ -271,6 +271,22 @@ def test_provenance_and_card_say_where_the_draft_comes_from(target: Target, tmp_
     assert "The export check was not run." in card
 
 
+@pytest.mark.parametrize(
+    ("block", "limits"),
+    [
+        (4, "4 tokens and adds at most 5.\n"),
+        (8, "7 tokens and adds at most 8; `--num-draft-tokens` changes that.\n"),
+        (20, "15 tokens and adds at most 16; `--num-draft-tokens` changes that.\n"),
+    ],
+)
+def test_the_card_promises_the_proposals_that_decoding_makes(
+    target: Target, tmp_path: Path, block: int, limits: str
+) -> None:
+    export_draft(tiny_draft(target, block_size=block), tmp_path / "out", target, check=False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"With a block of {block}, a round proposes at most\n{limits}" in card
+
+
 # --- what is refused on load -----------------------------------------------------------------
 
 

@@ -132,6 +132,28 @@ def test_the_gap_may_be_what_rounding_explains_and_no_more(
             check(exported, target, probe)
 
 
+@pytest.mark.parametrize(("accepted", "warned"), [(1, True), (5, True), (6, False)])
+@pytest.mark.usefixtures("same_process")
+def test_a_draft_that_keeps_next_to_nothing_is_warned_about(
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    accepted: int,
+    warned: bool,
+) -> None:
+    # what an untrained draft keeps by chance, before the export and after it
+    stats = AcceptStats(4, rounds=100, accepted=accepted, emitted=accepted + 100)
+    for place in ("check", "hf"):
+        monkeypatch.setattr(f"dspark.export.{place}.measure", lambda *args: stats)
+    out = tmp_path / "draft"
+    record = export_draft(tiny_draft(target), out, target, tokenizer=tiny_tokenizer())
+    sentence = f"only {accepted} drafted tokens were accepted in 100 rounds"
+    assert ("warning" in record["check"]) is warned
+    assert (sentence in caplog.text) is warned
+    assert (sentence in (out / "README.md").read_text()) is warned
+
+
 def test_a_damaged_export_is_found(
     target: Target, exported: Path, probe: Probe, tmp_path: Path
 ) -> None:
