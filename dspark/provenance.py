@@ -3,9 +3,11 @@
 Every artefact directory holds `provenance.json` beside its resolved settings.
 """
 
+import errno
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +22,15 @@ import dspark
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["collect", "save_tensors", "temporary_name", "write_json", "write_text"]
+__all__ = [
+    "collect",
+    "free_bytes",
+    "making",
+    "save_tensors",
+    "temporary_name",
+    "write_json",
+    "write_text",
+]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "deepspeed", "triton")
 
@@ -56,10 +66,41 @@ def collect(**extra: Any) -> dict[str, Any]:
 
 
 @contextmanager
+def making() -> Iterator[None]:
+    """Wraps the making of files and directories, so that a refused place is told from a lost file.
+
+    /proc and its like say "not found" of what they do not let one make.
+
+    Raises:
+        PermissionError: in place of FileNotFoundError.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise PermissionError(errno.EACCES, "nothing can be made there", error.filename) from error
+
+
+def free_bytes(path: Path) -> int:
+    """Room on the disk that holds ``path``, or will hold it.
+
+    Raises:
+        PermissionError: the nearest directory that exists takes no files.
+    """
+    place = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not os.access(place, os.W_OK):
+        raise PermissionError(errno.EACCES, "it is read-only here", str(place))
+    disk = shutil.disk_usage(place)
+    # a file system without blocks is not full; /proc refuses by itself
+    return disk.free if disk.total else sys.maxsize
+
+
+@contextmanager
 def temporary_name(path: Path) -> Iterator[Path]:
     """Yield a neighbour of ``path`` to write to; rename it onto ``path`` if the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with making():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.touch()
     try:
         yield aside
         os.replace(aside, path)

@@ -6,7 +6,6 @@ planned from the rows' lengths, so a run that was killed goes on behind its last
 
 import hashlib
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from dspark.corpus.store import Header, Shard, ShardRow
 from dspark.corpus.unusable import Unusable
 from dspark.errors import ConfigError, RunError
 from dspark.progress import Bar
+from dspark.provenance import free_bytes
 from dspark.target import Features, Target
 
 __all__ = ["CaptureReport", "capture"]
@@ -140,8 +140,7 @@ def _fingerprint(row: Row) -> str:
 
 def _check_disk(out: Path, num_tokens: int, missing: int, header: Header) -> None:
     needed = missing * header.token_bytes
-    place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    free = shutil.disk_usage(place).free
+    free = free_bytes(out)
     log.info(
         "features of %s tokens: %d bytes each (hidden %d x (%d taps + 1) in %s), %.2f GiB in all, "
         "%.2f GiB to write, %.2f GiB free",

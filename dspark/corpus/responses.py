@@ -22,6 +22,7 @@ from dspark.corpus.messages import Message, conversation
 from dspark.corpus.prompts import content_id, given_id
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.errors import DataError
+from dspark.provenance import making
 
 __all__ = ["FORMAT", "Response", "ResponseWriter", "parse_responses", "read_responses"]
 
@@ -83,8 +84,9 @@ class ResponseWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab+")  # noqa: SIM115 - closed in __exit__
+        with making():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "ab+")  # noqa: SIM115 - closed in __exit__
         self._repair(path)
 
     def __enter__(self) -> Self:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dspark import provenance
 from dspark.draft import DSparkConfig, DSparkDraftModel
-from dspark.errors import CheckpointError, ConfigError, RunError
+from dspark.errors import CheckpointError, ConfigError, RunError, unwritable
 from dspark.export.card import CardFacts, render
 from dspark.export.check import Probe, check_in_clean_process, measure, save_probe
 from dspark.export.config_json import to_json
@@ -74,7 +74,8 @@ def export_draft(
 
     Raises:
         CheckpointError: the source cannot be exported, or ``out`` must not be replaced.
-        ConfigError: ``format`` cannot serve this draft, or there are no prompts to check by.
+        ConfigError: ``format`` cannot serve this draft, there are no prompts to check by, or
+            ``out`` is no place that can be written.
         RunError: the check failed, or the disk refused.
     """
     place = Path(out).expanduser().absolute()
@@ -85,7 +86,8 @@ def export_draft(
     aside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
+        with provenance.making():
+            aside.mkdir(parents=True)
         record = _write(read, aside, place, target, format, include_frozen, tokenizer)
         verdict = None
         if check:
@@ -96,6 +98,8 @@ def export_draft(
         _finish(read, aside, place, record, facts, include_frozen, verdict)
         put(aside, place)
     except OSError as error:
+        if isinstance(refused := unwritable(error), ConfigError):
+            raise refused from error
         raise RunError(f"cannot write the export {place}: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

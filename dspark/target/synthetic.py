@@ -6,7 +6,6 @@ such a model says means nothing.
 
 import hashlib
 import re
-import shutil
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from dspark.errors import TargetError
 from dspark.progress import Bar
-from dspark.provenance import write_json
+from dspark.provenance import free_bytes, making, write_json
 from dspark.target.config import LingConfig
 from dspark.target.layout import TensorSpec, tensors
 from dspark.target.ling_chat import synthetic_tokenizer
@@ -62,13 +61,10 @@ def make_checkpoint(
         raise TargetError(f"{directory} already holds {foreign[0]}; give a new directory")
     specs = list(tensors(config))
     total = sum(spec.nbytes for spec in specs)
-    place = next(
-        one for one in (directory.absolute(), *directory.absolute().parents) if one.exists()
-    )
-    free = shutil.disk_usage(place).free
-    if total > free:
+    if total > (free := free_bytes(directory)):
         raise TargetError(f"{directory} needs {total:,} bytes and its disk has {free:,} free")
-    directory.mkdir(parents=True, exist_ok=True)
+    with making():
+        directory.mkdir(parents=True, exist_ok=True)
     with Bar("synthetic weights", total) as bar:
         write_shards(
             directory,

@@ -131,13 +131,13 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(
     rows = ResponseRows(data, tokenizer)
     needed = rows.num_tokens * (target.hidden_size * (len(LAYERS) + 1) * 4 + 5)
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, needed - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2 * needed, 0, needed - 1))
     with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:
         capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
     assert f"needs {needed:,} bytes and its disk has {needed - 1:,} free" in str(caught.value)
     assert "1029 bytes each (hidden 64 x (3 taps + 1) in float32)" in caplog.text
     assert not (tmp_path / "s").exists()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, needed))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2 * needed, 0, needed))
     capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from dspark.cli import main
 from dspark.export.hf import export_draft
-from dspark.testing import save_tiny_target, tiny_draft, tiny_target, tiny_tokenizer
+from dspark.testing import TINY_LING, save_tiny_target, tiny_draft, tiny_target, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,40 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
         main()
     assert end.value.code == code
     assert "error: cannot write some/place: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+@pytest.mark.parametrize("place", ["/proc/nowhere/out", "/proc/nowhere.out"])
+@pytest.mark.parametrize("command", ["sample", "capture", "train", "export", "make-checkpoint"])
+def test_a_place_that_says_not_found_is_no_lost_file(
+    command: str,
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target, rows = str(save_tiny_target(tmp_path / "target")), tmp_path / "rows.jsonl"
+    ling = tmp_path / "ling.json"
+    ling.write_text(json.dumps(TINY_LING["tiny"]))
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    rows.write_text(json.dumps({"messages": said}) + "\n")
+    loaded = tiny_target()
+    export_draft(tiny_draft(loaded), tmp_path / "draft", loaded, check=False)
+    settings = [f"target.path={target}", f"data.responses=[{rows}]", "draft.num_taps=2"]
+    words = {
+        "sample": ["--target", target, "--prompts", str(rows), "--out", place],
+        "capture": [*settings, f"capture.out={place}"],
+        "train": [*settings, "train.steps=2", f"train.output_dir={place}"],
+        "export": [str(tmp_path / "draft"), place, "--target", target, "--no-check"],
+        "make-checkpoint": ["--config", str(ling), "--out", place],
+    }
+    monkeypatch.setattr(sys, "argv", ["dspark", command, *words[command]])
+    with pytest.raises(SystemExit) as end:
+        main()
+    told = capsys.readouterr().err
+    assert end.value.code == 2, told
+    assert "error: cannot write /proc/" in told
+    assert "give a place that can be written" in told
 
 
 @pytest.mark.parametrize(

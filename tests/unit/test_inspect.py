@@ -144,7 +144,7 @@ def test_an_interrupted_checkpoint_is_made_anew(tmp_path: Path) -> None:
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=5000, free=1000))
     with pytest.raises(TargetError, match=r"needs 1,\d{3},\d{3} bytes .* 1,000 free"):
         make_checkpoint(LingConfig.from_dict(TINY_LING["tiny"]), tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -2,12 +2,14 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from dspark.provenance import save_tensors
+from dspark.errors import ConfigError, unwritable
+from dspark.provenance import free_bytes, save_tensors
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -20,3 +22,24 @@ def test_tensors_are_as_readable_as_the_umask_says(tmp_path: Path, umask: int, m
         os.umask(before)
     assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == mode
     assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], torch.ones(3))
+
+
+def test_room_is_that_of_the_disk_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def usage(place: Path) -> SimpleNamespace:
+        asked.append(place)
+        return SimpleNamespace(total=10, free=3)
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    assert free_bytes(tmp_path / "not" / "yet") == 3
+    assert asked == [tmp_path]
+    # a place that takes no files is not full, whatever its disk says
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(PermissionError) as caught:
+        free_bytes(tmp_path / "not" / "yet")
+    refused = unwritable(caught.value)
+    assert isinstance(refused, ConfigError)
+    assert str(refused).startswith(f"cannot write {tmp_path}: it is read-only here; give a place")
