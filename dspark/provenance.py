@@ -26,6 +26,7 @@ __all__ = [
     "collect",
     "free_bytes",
     "making",
+    "read_object",
     "save_tensors",
     "temporary_name",
     "write_json",
@@ -106,6 +107,23 @@ def temporary_name(path: Path) -> Iterator[Path]:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def read_object(path: Path, kind: type[Exception]) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        kind: it cannot be read, or holds something else; one sentence that names it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise kind(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    except (ValueError, RecursionError) as error:
+        raise kind(f"cannot read {path}: it is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise kind(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
 
 
 def write_text(path: Path, text: str) -> None:

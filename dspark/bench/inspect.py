@@ -1,6 +1,5 @@
 """What a model or a draft holds, from its config alone: nothing is loaded."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 import torch
 
 from dspark.draft import DSparkDraftModel
-from dspark.errors import DSparkError, TargetError
+from dspark.errors import ConfigError, DSparkError, TargetError
 from dspark.export.config_json import from_json
+from dspark.provenance import read_object
 from dspark.target.config import LingConfig, is_ling
 from dspark.target.sizes import Routing, parameter_counts, rank_bytes, step_bytes
 
@@ -25,25 +25,33 @@ def inspect(
     *,
     ranks: int = 1,
     verify_tokens: Sequence[int] = (),
-    routing: str = "uniform",
-    context: int = 8192,
+    routing: str | None = None,
+    context: int | None = None,
 ) -> dict[str, Any]:
     """Counts of a config.json, of a directory that holds one, or of a draft's.
 
+    ``routing`` (default uniform) and ``context`` (8192) say what ``verify_tokens`` read.
+
     Raises:
-        TargetError: no config, or one that is not understood.
-        ConfigError: a wrong routing or number of tokens.
+        TargetError: no config, one that is not understood, or ranks and verify steps of a model
+            for which they are not known.
+        ConfigError: a wrong routing or number of tokens, or either without a verify step.
     """
-    raw, where = _read(path)
+    if not verify_tokens and (routing is not None or context is not None):
+        given = f"routing {routing}" if routing is not None else f"context {context}"
+        raise ConfigError(f"{given} says what a verify step reads; give --verify-tokens too")
+    file = path / "config.json" if path.is_dir() else path
+    raw, where = read_object(file, TargetError), str(file)
     names = raw.get("architectures") or [""]
-    if "DSpark" in str(names[0]):
-        return _draft(raw, where)
     if is_ling(raw) or raw.get("model_type") == "bailing_hybrid":
         config = LingConfig.from_dict(raw, where)
         report: dict[str, Any] = {"architecture": names[0], **parameter_counts(config)}
         report["ranks"] = ranks
         report["bytes_per_rank"] = rank_bytes(config, ranks)
+        if config.is_fp8:
+            report["note"] = "the checkpoint holds fp8 blocks; bytes are those of bf16, as loaded"
         if verify_tokens:
+            routing, context = routing or "uniform", 8192 if context is None else context
             chosen = Routing.parse(routing)
             report["routing"], report["context"] = routing, context
             report["verify"] = [
@@ -53,20 +61,11 @@ def inspect(
     if ranks != 1 or verify_tokens:
         raise TargetError(
             f"{where}: bytes per rank and per verify step are known for Ling-3.0 targets only, "
-            f"this is {names[0] or raw.get('model_type')}"
+            f"this is {names[0] or raw.get('model_type')}; leave --tp and --verify-tokens out"
         )
+    if "DSpark" in str(names[0]):
+        return _draft(raw, where)
     return {"architecture": names[0], **_library(raw, where)}
-
-
-def _read(path: Path) -> tuple[dict[str, Any], str]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TargetError(f"cannot read a config from {file}: {error}") from None
-    if not isinstance(raw, dict):
-        raise TargetError(f"{file} must hold an object, not {type(raw).__name__}")
-    return raw, str(file)
 
 
 def _step(

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dspark import provenance
 
@@ -67,14 +68,17 @@ def print_table(
     ``file`` is stderr when not given, so that stdout stays for JSON.
     """
     stream = sys.stderr if file is None else file
-    table = Table(title=title, caption=note)
+    table = Table(caption=note)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
     # a pipe or a log has no width: cut columns there would lose figures
     width = None if stream.isatty() else 160
-    Console(file=stream, width=width).print(table)
+    console = Console(file=stream, width=width)
+    # a table's own title is wrapped to its width, which breaks paths, and [x] in it is markup
+    console.print(Text(title, style="italic"), soft_wrap=True)
+    console.print(table)
 
 
 def _cell(value: Any) -> str:

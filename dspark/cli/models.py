@@ -16,8 +16,12 @@ def _inspect(
     verify_tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Rows of a verify step; may be repeated.")
     ] = None,
-    routing: Annotated[str, typer.Option(help="uniform or overlap:SHARE.")] = "uniform",
-    context: Annotated[int, typer.Option(min=0, help="Tokens in the cache.")] = 8192,
+    routing: Annotated[
+        str | None, typer.Option(help="uniform (default) or overlap:SHARE; of a verify step.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=0, help="Tokens in the cache of a verify step (8192).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Parameters, tensors, bytes per rank and per verify step; nothing is loaded.
@@ -40,8 +44,8 @@ def _inspect(
         rows = [[name, _mb(value)] for name, value in step.items() if name not in other]
         rows += [[f"{name} (us)", f"{step[name]:,.0f}"] for name in _floors(step)]
         title = (
-            f"verify {step['verify_tokens']} rows, routing {routing} "
-            f"({step['experts_per_layer']:.1f} experts a layer), context {context}"
+            f"verify {step['verify_tokens']} rows, routing {report['routing']} "
+            f"({step['experts_per_layer']:.1f} experts a layer), context {report['context']}"
         )
         print_table(title, ["", "MB"], rows)
     finish(report, as_json)
@@ -60,7 +64,7 @@ def _shown(value: Any) -> str:
 
 
 def _make_checkpoint(
-    config: Annotated[Path, typer.Option(help="config.json of a Ling-3.0 model.")],
+    config: Annotated[Path, typer.Option(help="A Ling-3.0 config.json, or its directory.")],
     out: Annotated[Path, typer.Option(help="Directory to write.")],
     seed: Annotated[int, typer.Option(help="Weights are a function of it.")] = 0,
     shard_mb: Annotated[int, typer.Option(min=1, help="Most megabytes of a file.")] = 5000,

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError, DataError
-from dspark.provenance import save_tensors, temporary_name, write_json
+from dspark.provenance import read_object, save_tensors, temporary_name, write_json
 
 __all__ = [
     "FORMAT",
@@ -98,7 +98,7 @@ def start(directory: Path, header: Header) -> None:
     """
     manifest = directory / _MANIFEST
     if manifest.exists():
-        found = _read_json(manifest).get("header", {})
+        found = read_object(manifest, CheckpointError).get("header", {})
         for name, ours in asdict(header).items():
             if found.get(name) != ours:
                 raise ConfigError(
@@ -166,7 +166,7 @@ class FeatureStore:
         self._directory = directory
         if not (directory / _MANIFEST).exists():
             raise CheckpointError(f"data.shards '{directory}' holds no {_MANIFEST}: run capture")
-        manifest = _read_json(directory / _MANIFEST)
+        manifest = read_object(directory / _MANIFEST, CheckpointError)
         if manifest.get("format") != FORMAT:
             raise CheckpointError(
                 f"data.shards '{directory}' has format {manifest.get('format')!r}; this version "
@@ -275,13 +275,3 @@ def _write_manifest(
         "shards": [asdict(shard) for shard in shards],
     }
     write_json(directory / _MANIFEST, manifest)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"'{path}' cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"'{path}' is not a JSON object")
-    return value

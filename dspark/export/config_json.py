@@ -7,7 +7,6 @@ exports. No key that shapes the network has a default here: a wrong guess loads 
 drafts nothing that is ever accepted.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from dspark.draft import DSparkConfig
 from dspark.errors import CheckpointError, ConfigError
+from dspark.provenance import read_object
 
 __all__ = ["ARCHITECTURES", "from_json", "read_json", "to_json"]
 
@@ -77,15 +77,9 @@ def read_json(directory: Path) -> dict[str, Any]:
         CheckpointError: it is missing or not a JSON object.
     """
     path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no config.json: it is not a draft") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}")
-    return raw
+    if not path.exists():
+        raise CheckpointError(f"{directory} has no config.json: it is not a draft")
+    return read_object(path, CheckpointError)
 
 
 def from_json(

@@ -5,7 +5,6 @@ weights), config.json, trainer_state.json, config.yaml, provenance.json and, wri
 COMPLETE; beside the checkpoints the links `best` and `latest`.
 """
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from dspark.export.config_json import ARCHITECTURES, from_json, read_json
 from dspark.export.load import build_draft, check_fit, load_draft
 from dspark.export.template import warn_of_another_target
 from dspark.export.tensors import read_tensors
+from dspark.provenance import read_object
 from dspark.target import Target
 
 __all__ = ["Source", "find_checkpoint", "read_source"]
@@ -114,10 +114,4 @@ def _read_checkpoint(path: Path, target: Target) -> Source:
 
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object, empty if the file is missing."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
-    return value if isinstance(value, dict) else {}
+    return read_object(path, CheckpointError) if path.exists() else {}

@@ -3,7 +3,6 @@
 Names are those of `DSparkDraftModel`; files that put `model.` before them are read as well.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,11 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dspark.errors import CheckpointError
+from dspark.target.shards import INDEX_NAME, WEIGHTS_NAME, read_index
 
 __all__ = ["FROZEN", "INDEX_NAME", "WEIGHTS_NAME", "misfits", "read_tensors"]
 
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
 """Copies of the target's tables: in the file or not, as the writer liked."""
 
@@ -49,15 +47,8 @@ def _shards(directory: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         raise CheckpointError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}")
-    try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(places.values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors shards: {error!r}") from None
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{directory} lacks the shards {', '.join(missing)} of its index")
-    return [directory / name for name in names]
+    names = set(read_index(index, CheckpointError).values())
+    return [directory / name for name in sorted(names)]
 
 
 def misfits(

@@ -34,6 +34,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files, any of which a tokenizer can be made of."""
+
 
 def resolve(settings: TargetSettings) -> str:
     """Directory or hub id behind ``settings.path``.
@@ -73,6 +76,11 @@ def load(
     raw = _raw_config(place, settings)
     if is_ling(raw) or raw.get("model_type") == "bailing_hybrid":
         return load_ling(settings, device=where, dtype=_dtype(dtype or settings.dtype, where))
+    if not settings.apply_swiglu_limits:
+        raise TargetError(
+            "target.apply_swiglu_limits false is for Ling-3.0 targets; "
+            f"'{settings.path}' is {raw.get('architectures')}"
+        )
     if settings.config_overrides:
         raise TargetError(
             f"target.config_overrides {dict(settings.config_overrides)} is for Ling-3.0 targets; "
@@ -159,17 +167,23 @@ def load_tokenizer(settings: TargetSettings | str) -> Any:
     settings = TargetSettings(path=settings) if isinstance(settings, str) else settings
     from transformers import AutoTokenizer
 
+    place = resolve(settings)
     try:
-        return AutoTokenizer.from_pretrained(resolve(settings), revision=settings.revision)
+        return AutoTokenizer.from_pretrained(place, revision=settings.revision)
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-        raise TargetError(_first_line(f"{settings.path} (tokenizer)", error)) from error
+        if Path(place).is_dir() and not any((Path(place) / name).is_file() for name in _TOKENIZERS):
+            raise TargetError(
+                f"target '{settings.path}' has no tokenizer: the directory holds none of "
+                f"{', '.join(_TOKENIZERS)}"
+            ) from error
+        raise TargetError(_first_line(settings.path, error, " (tokenizer)")) from error
 
 
-def _first_line(path: str, error: Exception) -> str:
+def _first_line(path: str, error: Exception, part: str = "") -> str:
     text = str(error).strip().splitlines()
     offline = os.environ.get("HF_HUB_OFFLINE") == "1" and not Path(path).exists()
     hint = "; HF_HUB_OFFLINE=1 forbids the download" if offline else ""
-    return f"cannot load target '{path}': {text[0] if text else type(error).__name__}{hint}"
+    return f"cannot load target '{path}'{part}: {text[0] if text else type(error).__name__}{hint}"
 
 
 def _device(name: str) -> torch.device:

@@ -4,7 +4,6 @@ The keys are the checkpoint's own. Many more stand in a released config.json; th
 the official modeling code nor a serving engine reads are kept for writing it back and ignored.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import isfinite
@@ -12,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from dspark.errors import TargetError, nearest
+from dspark.provenance import read_object
 
-__all__ = ["ARCHITECTURE", "LingConfig", "is_ling"]
+__all__ = ["ARCHITECTURE", "FP8_BLOCK", "LingConfig", "is_ling"]
 
 ARCHITECTURE = "BailingMoeV3ForCausalLM"
 """The only name to dispatch on: `model_type: bailing_hybrid` also stands in Ling-2.6 configs."""
+
+FP8_BLOCK = [128, 128]
+"""Rows and columns of a block that shares a scale: of the official fp8 checkpoints."""
 
 _REQUIRED = (
     "vocab_size",
@@ -67,7 +70,7 @@ _YARN = (
 
 @dataclass(frozen=True, kw_only=True)
 class LingConfig:
-    """Read `from_dict` or `from_directory`; names are those of config.json.
+    """Read `from_dict` or `from_file`; names are those of config.json.
 
     Symbols used beside it: D hidden, H heads, N head size, E experts, V vocabulary.
     """
@@ -140,9 +143,11 @@ class LingConfig:
             "moe_shared_expert_intermediate_size",
             raw["moe_intermediate_size"],
         )
-        theta = (raw.get("rope_parameters") or {}).get("rope_theta")
-        if theta is not None:
-            values.setdefault("rope_theta", theta)
+        rope = raw.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping):
+            raise TargetError(f"{where}: rope_parameters must be an object, got {rope!r}")
+        if rope.get("rope_theta") is not None:
+            values.setdefault("rope_theta", rope["rope_theta"])
         for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
             if name in values:
                 values[name] = _limits(values[name], f"{where}: {name}")
@@ -154,28 +159,35 @@ class LingConfig:
 
     @classmethod
     def from_file(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> "LingConfig":
-        """Read a config.json; ``overrides`` replace its top-level keys (`rope_scaling`).
+        """Read a config.json, or that of a directory.
+
+        ``overrides`` (`target.config_overrides`) replace its top-level keys (`rope_scaling`).
 
         Raises:
             TargetError: it cannot be read, or as `from_dict`.
         """
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise TargetError(f"cannot read {path}: {error}") from None
-        if not isinstance(raw, dict):
-            raise TargetError(f"{path} must hold an object, not {type(raw).__name__}")
+        path = path / "config.json" if path.is_dir() else path
+        raw = read_object(path, TargetError)
+        known = {one.name for one in fields(cls)} - {"raw"}
         for name in overrides or {}:
-            if name not in {one.name for one in fields(cls)} - {"raw"}:
-                hint = nearest(name, [one.name for one in fields(cls)])
-                raise TargetError(f"override '{name}' is not a key of a Ling-3.0 config{hint}")
-        return cls.from_dict({**raw, **(overrides or {})}, str(path))
+            if name not in known:
+                raise TargetError(
+                    f"target.config_overrides: '{name}' is not a key of a Ling-3.0 config"
+                    + nearest(name, known)
+                )
+        where = f"{path} under target.config_overrides {dict(overrides)}" if overrides else path
+        return cls.from_dict({**raw, **(overrides or {})}, str(where))
 
     def _check(self, where: str) -> None:
         for name in (*_REQUIRED, "short_conv_kernel_size", "n_group", "topk_group"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise TargetError(f"{where}: {name} must be a whole number >= 1, got {value!r}")
+        for name in ("first_k_dense_replace", "num_nextn_predict_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise TargetError(f"{where}: {name} must be a whole number >= 0, got {value!r}")
+        self._check_unused(where)
         heads = self.raw.get("num_key_value_heads", self.num_attention_heads)
         if heads != self.num_attention_heads:
             raise TargetError(
@@ -228,6 +240,44 @@ class LingConfig:
                     raise TargetError(
                         f"{where}: rope_scaling.{name} must be a number above 0, got {value!r}"
                     )
+
+    def _check_unused(self, where: str) -> None:
+        """Keys that others read, or that only repeat another one: a wrong one is a wrong file."""
+        size = self.raw.get("qk_head_dim")
+        if size is not None and size != self.qk_head_dim:
+            raise TargetError(
+                f"{where}: qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim = "
+                f"{self.qk_head_dim}, got {size!r}"
+            )
+        share = self.raw.get("partial_rotary_factor")
+        if share is not None and (not _is_number(share) or not 0 < share <= 1):
+            raise TargetError(
+                f"{where}: partial_rotary_factor must be a number in (0, 1], got {share!r}"
+            )
+        for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+            value = getattr(self, name)
+            several = name == "eos_token_id" and isinstance(value, tuple)
+            for one in value if several else () if value is None else (value,):
+                if type(one) is not int or not 0 <= one < self.vocab_size:
+                    raise TargetError(
+                        f"{where}: {name} must be an id in 0..{self.vocab_size - 1}"
+                        f"{' or a list of such' if name == 'eos_token_id' else ''}, got {one!r}"
+                    )
+        fp8 = self.raw.get("quantization_config")
+        if fp8 is not None and (
+            not isinstance(fp8, Mapping)
+            or fp8.get("quant_method") != "fp8"
+            or fp8.get("weight_block_size", FP8_BLOCK) != FP8_BLOCK
+        ):
+            raise TargetError(
+                f"{where}: quantization_config must be quant_method fp8 with weight_block_size "
+                f"{FP8_BLOCK}, got {fp8!r}"
+            )
+
+    @property
+    def is_fp8(self) -> bool:
+        """Does the checkpoint hold fp8 blocks with scales?"""
+        return self.raw.get("quantization_config") is not None
 
     @property
     def qk_head_dim(self) -> int:

@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from dspark.errors import TargetError
-from dspark.provenance import save_tensors, temporary_name, write_json
+from dspark.provenance import read_object, save_tensors, temporary_name, write_json
 from dspark.target.layout import TensorSpec
 
-__all__ = ["INDEX_NAME", "Stored", "read_headers", "write_shards"]
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Stored", "read_headers", "read_index", "write_shards"]
 
 INDEX_NAME = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+WEIGHTS_NAME = "model.safetensors"
 _MOST_HEADER = 100 << 20
 
 
@@ -44,30 +44,41 @@ def read_headers(directory: Path) -> dict[str, Stored]:
     """
     index = directory / INDEX_NAME
     if not index.is_file():
-        single = directory / _SINGLE
+        single = directory / WEIGHTS_NAME
         if not single.is_file():
-            raise TargetError(f"{directory} holds neither {INDEX_NAME} nor {_SINGLE}")
+            raise TargetError(f"{directory} holds neither {INDEX_NAME} nor {WEIGHTS_NAME}")
         return _header(single)
-    try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(places.values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise TargetError(f"{index} is not an index of safetensors files: {error!r}") from None
-    missing = [name for name in files if not (directory / name).is_file()]
-    if missing:
-        raise TargetError(f"{directory} lacks {', '.join(missing)}, which its index names")
+    places = read_index(index, TargetError)
     held: dict[str, Stored] = {}
-    for name in files:
-        held |= {
-            tensor: stored
-            for tensor, stored in _header(directory / name).items()
-            # an unlisted copy in another file is nobody's business
-            if places.get(tensor, name) == name
-        }
+    for name in sorted(set(places.values())):
+        for tensor, stored in _header(directory / name).items():
+            if tensor not in places:
+                raise TargetError(
+                    f"{name} holds {tensor}, which {index} does not list: the tensor is not "
+                    "expected, or the index is of other files"
+                )
+            # a copy in another file than the listed one is nobody's business
+            if places[tensor] == name:
+                held[tensor] = stored
     for tensor, name in places.items():
         if tensor not in held:
             raise TargetError(f"{index} says that {name} holds {tensor}, and it does not")
     return held
+
+
+def read_index(index: Path, kind: type[Exception]) -> dict[str, str]:
+    """Tensor -> name of its file beside ``index``; all of these files are there.
+
+    Raises:
+        kind: it cannot be read, is no index, or names files that are missing.
+    """
+    places = read_object(index, kind).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
+        raise kind(f"{index} must hold 'weight_map', an object of tensor names and file names")
+    missing = sorted({name for name in places.values() if not (index.parent / name).is_file()})
+    if missing:
+        raise kind(f"{index.parent} lacks {', '.join(missing)}, which its index names")
+    return places
 
 
 def _header(path: Path) -> dict[str, Stored]:
@@ -125,7 +136,7 @@ def write_shards(
     with ThreadPoolExecutor() as pool:
         for number, shard in enumerate(shards):
             name = (
-                _SINGLE
+                WEIGHTS_NAME
                 if len(shards) == 1
                 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
             )

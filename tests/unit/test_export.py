@@ -395,7 +395,7 @@ def test_nested_keys_and_prefixed_names_of_other_trainers_load(
         assert torch.equal(parameter, theirs[name])
 
     (copy / "b.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks the shards b\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"lacks b\.safetensors, which its index"):
         load_draft(copy, target=target)
 
 

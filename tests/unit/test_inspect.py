@@ -18,6 +18,7 @@ from dspark.testing import TINY_LING, save_tiny_target
 
 ROOT = Path(__file__).parents[2]
 FLASH = ROOT / "configs/targets/ling-3.0-flash.json"
+DRAFT = ROOT / "configs/drafts/ling-3.0-flash-dspark.json"
 CONFIG = LingConfig.from_file(FLASH)
 
 
@@ -87,6 +88,18 @@ def test_ranks_share_what_is_split_and_repeat_the_rest() -> None:
     assert four["kda_state"] * 4 == one["kda_state"]
 
 
+def test_fp8_blocks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # a name that no table is wide enough for, with what rich takes for markup
+    path = tmp_path / ("long-" * 30 + "[bold].json")
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps({**TINY_LING["flash"], "quantization_config": fp8}))
+    code, out, err = dspark(capsys, "inspect", path, "--json")
+    assert code == 0
+    assert "fp8 blocks; bytes are those of bf16" in json.loads(out.splitlines()[-1])["note"]
+    assert str(path) in err.splitlines()[0]
+    assert "note" not in inspect(FLASH)
+
+
 def test_other_models_are_counted(tmp_path: Path) -> None:
     report = inspect(save_tiny_target(tmp_path / "llama"))
     assert report["architecture"] == "LlamaForCausalLM"
@@ -103,6 +116,10 @@ def test_other_models_are_counted(tmp_path: Path) -> None:
             "overlap:SHARE (0..1), got 'overlap:2'",
         ),
         (["inspect", str(FLASH), "--verify-tokens", "0"], "verify-tokens"),
+        (["inspect", str(FLASH), "--routing", "uniform"], "give --verify-tokens too"),
+        (["inspect", str(FLASH), "--context", "0"], "context 0 says what a verify step reads"),
+        (["inspect", str(DRAFT), "--tp", "2"], "DSparkModel; leave --tp and --verify-tokens out"),
+        (["inspect", str(DRAFT), "--verify-tokens", "9"], "known for Ling-3.0 targets only"),
         (["make-checkpoint", "--config", "nowhere.json", "--out", "x"], "nowhere.json"),
         (["make-checkpoint", "--config", str(FLASH), "--out", str(ROOT / "tests")], "holds"),
         (["make-checkpoint", "--config", str(FLASH), "--out", str(FLASH)], "is a file"),
@@ -125,6 +142,10 @@ def test_a_checkpoint_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 0
     assert json.loads(out.splitlines()[-1])["synthetic"] is True
     assert inspect(tmp_path / "made")["tensors"] > 100
+    # a directory names its config.json
+    code, _, _ = dspark(capsys, *words[:2], tmp_path / "made", "--out", tmp_path / "again")
+    assert code == 0
+    assert (tmp_path / "again" / "config.json").is_file()
     code, _, err = dspark(capsys, *words)
     assert code == 2
     assert "already holds chat_template.jinja" in err

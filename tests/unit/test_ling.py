@@ -365,3 +365,7 @@ def test_yarn_comes_by_override(tmp_path: Path) -> None:
     assert relative(after, before) > 1e-4
     with pytest.raises(TargetError, match=r"rope_scalin.*did you mean 'rope_scaling'"):
         load(TargetSettings(path=directory, config_overrides={"rope_scalin": scaling}))
+    # the file is in order: the value that is not came from the settings
+    words = r"config\.json under target\.config_overrides \{'num_experts': 7\}: num_experts 7"
+    with pytest.raises(TargetError, match=words):
+        load(TargetSettings(path=directory, config_overrides={"num_experts": 7}))

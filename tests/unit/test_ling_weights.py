@@ -212,6 +212,24 @@ def _lying(directory: Path) -> None:
     rewrite(first(directory, EXPERT), lambda held: held.__delitem__(EXPERT))
 
 
+def _omitted(directory: Path) -> None:
+    index = json.loads((directory / INDEX_NAME).read_text())
+    del index["weight_map"][EXPERT]
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+
+
+def _no_json(directory: Path) -> None:
+    (directory / INDEX_NAME).write_text("{")
+
+
+def _no_object(directory: Path) -> None:
+    (directory / INDEX_NAME).write_text("[]")
+
+
+def _no_map(directory: Path) -> None:
+    (directory / INDEX_NAME).write_text(json.dumps({"weight_map": {EXPERT: 3}}))
+
+
 def _surplus(directory: Path) -> None:
     file = sorted(directory.glob("*.safetensors"))[0]
     rewrite(file, lambda held: held.update({"model.layers.0.mlp.bonus": torch.zeros(1)}))
@@ -243,6 +261,10 @@ def _no_header(directory: Path) -> None:
         (_float32, ["A_log", "BF16", "expected F32"]),
         (_missing, [EXPERT, "[32, 64]", "missing"]),
         (_lying, [EXPERT, "index", "does not"]),
+        (_omitted, [EXPERT, INDEX_NAME, "does not list"]),
+        (_no_json, [INDEX_NAME, "it is not valid JSON: Expecting"]),
+        (_no_object, [INDEX_NAME, "must hold a JSON object, not list"]),
+        (_no_map, [INDEX_NAME, "must hold 'weight_map'"]),
         (_surplus, ["model.layers.0.mlp.bonus", "not expected"]),
         (_truncated, ["truncated", "model.layers.3.mlp.experts."]),
         (_no_file, ["lacks", "model-0000"]),
@@ -257,6 +279,7 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], words: 
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert "Error(" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +290,21 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], words: 
         ({"kda_safe_gate": False}, ["kda_safe_gate", "False", "True"]),
         ({"num_key_value_heads": 2}, ["num_key_value_heads 2", "4"]),
         ({"n_group": 3}, ["num_experts 16", "n_group 3"]),
+        ({"first_k_dense_replace": "1"}, ["first_k_dense_replace", ">= 0", "'1'"]),
+        ({"num_nextn_predict_layers": -1}, ["num_nextn_predict_layers", ">= 0", "-1"]),
+        ({"rope_parameters": [1]}, ["rope_parameters", "object", "[1]"]),
+        ({"qk_head_dim": 23}, ["qk_head_dim", "= 24", "23"]),
+        ({"partial_rotary_factor": "half"}, ["partial_rotary_factor", "(0, 1]", "'half'"]),
+        ({"partial_rotary_factor": 2}, ["partial_rotary_factor", "got 2"]),
+        ({"eos_token_id": "<end>"}, ["eos_token_id", "0..511", "list", "'<end>'"]),
+        ({"eos_token_id": [3, 512]}, ["eos_token_id", "0..511", "512"]),
+        ({"eos_token_id": True}, ["eos_token_id", "True"]),
+        ({"pad_token_id": [1]}, ["pad_token_id must be an id in 0..511, got [1]"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "fp8", "gptq"]),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            ["weight_block_size [128, 128]", "[64, 64]"],
+        ),
         ({"topk_group": 9}, ["topk_group 9"]),
         ({"num_experts_per_tok": 9}, ["num_experts_per_tok 9"]),
         ({"expert_swiglu_limit_list": [0, 4]}, ["expert_swiglu_limit_list", "2", "7 layers"]),

@@ -227,6 +227,13 @@ def test_an_unreachable_hub_id_is_one_sentence() -> None:
         load("nobody/nothing")
 
 
+def test_settings_for_another_family_are_refused(tmp_path: Path) -> None:
+    path = str(save_tiny_target(tmp_path / "t"))
+    words = r"target\.apply_swiglu_limits false is for Ling-3.0 .*LlamaForCausalLM"
+    with pytest.raises(TargetError, match=words):
+        load(TargetSettings(path=path, apply_swiglu_limits=False))
+
+
 def test_an_unknown_device_is_named(tmp_path: Path) -> None:
     path = save_tiny_target(tmp_path / "t")
     with pytest.raises(TargetError, match="'quantum'"):

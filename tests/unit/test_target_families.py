@@ -147,6 +147,11 @@ def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None
     path = save_tiny_target(tmp_path / "t")
     for file in path.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(TargetError, match=r"cannot load target '.*\(tokenizer\)'") as caught:
+    with pytest.raises(TargetError, match=r"no tokenizer: .* none of tokenizer\.json, ") as caught:
         load_tokenizer(str(path))
     assert "\n" not in str(caught.value)
+    assert "HF_HUB_OFFLINE" not in str(caught.value)  # there is nothing to download
+    (path / "tokenizer.json").write_text("{")
+    with pytest.raises(TargetError, match=r"cannot load target '.*' \(tokenizer\): ") as caught:
+        load_tokenizer(str(path))
+    assert "HF_HUB_OFFLINE" not in str(caught.value)
