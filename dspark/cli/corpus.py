@@ -43,7 +43,7 @@ def _sample(
     if not settings.sample.prompts:
         raise ConfigError("sample.prompts is empty; give --prompts with files, globs or hub ids")
     rejects = Rejects()
-    rows = read_prompts(settings.sample.prompts, settings.sample.limit, rejects)
+    rows = read_prompts(settings.sample.prompts, settings.sample.limit, rejects, with_tools=True)
     tokenizer = load_tokenizer(settings.target)
     check_template(tokenizer)
     report = sample_responses(load(settings.target), tokenizer, rows, settings.sample)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dspark.corpus.messages import Message
+from dspark.corpus.messages import Message, Tool
 from dspark.corpus.rejects import Reason, RowError
 from dspark.errors import TargetError
 
@@ -76,37 +76,46 @@ def generation_prompt_ids(
     thinking: bool | None = None,
     *,
     vocab_size: int | None = None,
+    tools: Sequence[Tool] | None = None,
 ) -> list[int]:
     """Ids of ``messages`` and the header of the assistant's next turn.
 
-    ``thinking`` is passed to the template as `enable_thinking` unless it is None. A tokenizer may
-    know more ids than the target has rows for; ``vocab_size`` is the target's.
+    ``thinking`` is passed to the template as `enable_thinking` unless it is None, and ``tools`` as
+    they are. A tokenizer may know more ids than the target has rows for; ``vocab_size`` is the
+    target's.
 
     Raises:
-        RowError: the template refuses these messages, or an id is not below ``vocab_size``.
+        RowError: the template refuses these messages or passes over the tools, or an id is not
+            below ``vocab_size``.
         TargetError: there is no chat template.
     """
-    ids = _ids(tokenizer, messages, thinking, prompt=True)
+    ids = _ids(tokenizer, messages, thinking, tools, prompt=True)
     if vocab_size is not None and ids and max(ids) >= vocab_size:
         raise RowError(Reason.ID_OUT_OF_VOCABULARY, f"{max(ids)}, vocabulary {vocab_size}")
     return ids
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, thinking: bool | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    thinking: bool | None = None,
+    tools: Sequence[Tool] | None = None,
 ) -> Rendered:
     """Ids and mask of a conversation that ends with the assistant's turn.
 
     Earlier assistant turns are supervised too where this rendering shows them in the context in
     which they would be served; a template that strips earlier reasoning, for example, leaves them
-    unsupervised here (`render_turns` gives them sequences of their own).
+    unsupervised here (`render_turns` gives them sequences of their own). ``tools`` are written
+    where the template wants them, in front of every turn, and are never supervised.
 
     Raises:
         RowError: no answer at the end (`no_answer`); the last turn's prompt is not the beginning
             of its rendering (`unstable_prefix`); the template leaves its reasoning out
-            (`reasoning_lost`) or raises (`template_error`).
+            (`reasoning_lost`), passes over the tools (`tools_unsupported`) or raises
+            (`template_error`).
     """
-    return _render(tokenizer, messages, thinking)[0]
+    return _render(tokenizer, messages, thinking, tools)[0]
 
 
 def render_turns(
@@ -115,6 +124,7 @@ def render_turns(
     *,
     thinking: bool | None = None,
     cut: bool = False,
+    tools: Sequence[Tool] | None = None,
 ) -> list[Rendered]:
     """The fewest sequences in which every assistant turn is supervised once, in served context.
 
@@ -129,7 +139,7 @@ def render_turns(
     left = set(turns)
     while left:
         last = max(left)
-        sequence, spans = _render(tokenizer, messages[: last + 1], thinking)
+        sequence, spans = _render(tokenizer, messages[: last + 1], thinking, tools)
         for turn, (start, end) in spans.items():
             if turn not in left:
                 sequence.loss_mask[start:end] = [0] * (end - start)
@@ -141,21 +151,24 @@ def render_turns(
 
 
 def _render(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    thinking: bool | None,
+    tools: Sequence[Tool] | None,
 ) -> tuple[Rendered, dict[int, tuple[int, int]]]:
     """The sequence, and the supervised [start, end) of each assistant turn that has one."""
     if not messages or messages[-1]["role"] != "assistant":
         raise RowError(Reason.NO_ANSWER)
     messages = [_split_inline_reasoning(tokenizer, dict(message)) for message in messages]
-    full = _ids(tokenizer, messages, thinking)
+    full = _ids(tokenizer, messages, thinking, tools)
     spans: dict[int, tuple[int, int]] = {}
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         is_last = turn == len(messages) - 1
-        served = full if is_last else _ids(tokenizer, messages[: turn + 1], thinking)
+        served = full if is_last else _ids(tokenizer, messages[: turn + 1], thinking, tools)
         try:
-            start, end = _span(tokenizer, messages[: turn + 1], served, thinking)
+            start, end = _span(tokenizer, messages[: turn + 1], served, thinking, tools)
         except RowError:
             if is_last:
                 raise
@@ -171,21 +184,25 @@ def _render(
 
 
 def _span(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], served: list[int], thinking: bool | None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    served: list[int],
+    thinking: bool | None,
+    tools: Sequence[Tool] | None,
 ) -> tuple[int, int]:
-    prompt = generation_prompt_ids(tokenizer, messages[:-1], thinking)
+    prompt = generation_prompt_ids(tokenizer, messages[:-1], thinking, tools=tools)
     if served[: len(prompt)] != prompt:
         raise RowError(Reason.UNSTABLE_PREFIX, "the prompt is not the beginning of the answer's")
     start = len(prompt)
     reasoning = messages[-1].get("reasoning_content")
     if reasoning:
         text = tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, **_switch(thinking)
+            [dict(m) for m in messages], tokenize=False, **_variables(thinking, tools)
         )
         if reasoning.strip() not in text:
             raise RowError(Reason.REASONING_LOST, "the template does not render the reasoning")
     elif thinking is not False:
-        start += _closing_length(tokenizer, messages[:-1], prompt, served)
+        start += _closing_length(tokenizer, messages[:-1], prompt, served, tools)
     end = _end_of_turn(tokenizer, served, start)
     if start == end:
         raise RowError(Reason.NO_ANSWER, "the answer renders to nothing")
@@ -193,11 +210,15 @@ def _span(
 
 
 def _closing_length(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], prompt: list[int], served: list[int]
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    prompt: list[int],
+    served: list[int],
+    tools: Sequence[Tool] | None,
 ) -> int:
     """Tokens at the start of the answer that the prompt would end with if thinking were off."""
     try:
-        closed = generation_prompt_ids(tokenizer, messages, thinking=False)
+        closed = generation_prompt_ids(tokenizer, messages, thinking=False, tools=tools)
     except RowError:
         return 0
     header = prompt[-4:]
@@ -262,6 +283,7 @@ def _ids(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     thinking: bool | None,
+    tools: Sequence[Tool] | None = None,
     *,
     prompt: bool = False,
 ) -> list[int]:
@@ -272,14 +294,18 @@ def _ids(
             add_generation_prompt=prompt,
             tokenize=True,
             return_dict=False,
-            **_switch(thinking),
+            **_variables(thinking, tools),
         )
     # a template is the model's own program and raises whatever it likes over its input
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise RowError(Reason.TEMPLATE_ERROR, first[:200]) from error
+    # a variable that a template does not know is passed over without a word
+    if tools and list(ids) == _ids(tokenizer, messages, thinking, prompt=prompt):
+        raise RowError(Reason.TOOLS_UNSUPPORTED, "the target's template does not render tools")
     return list(ids)
 
 
-def _switch(thinking: bool | None) -> dict[str, bool]:
-    return {} if thinking is None else {"enable_thinking": thinking}
+def _variables(thinking: bool | None, tools: Sequence[Tool] | None) -> dict[str, Any]:
+    switch = {} if thinking is None else {"enable_thinking": thinking}
+    return {**switch, "tools": list(tools)} if tools else switch

@@ -79,7 +79,7 @@ def _prompt(
     show: int,
 ) -> None:
     prompt = parse_prompt(raw)
-    ids = generation_prompt_ids(tokenizer, prompt.messages)
+    ids = generation_prompt_ids(tokenizer, prompt.messages, tools=prompt.tools)
     _claim(prompt.id, keys)
     _count_content(report, ids, contents)
     report.kinds["prompt"] += 1

@@ -7,6 +7,7 @@ Rules, in the order in which they are applied to a row:
   developer -> system; human -> user; gpt, model -> assistant; function, observation -> tool.
 - Text parts of a content list are joined; any other part is `bad_content`.
 - `thinking` and `reasoning` become `reasoning_content`.
+- `tools` is a list of objects, or its JSON; `tools_of` reads it, for the template.
 - Arguments of tool calls given as a JSON string become objects (templates iterate over them).
 - An empty system message is dropped; an empty user message, or an assistant message with neither
   text, reasoning nor tool calls, is `empty_content`.
@@ -19,9 +20,11 @@ from typing import Any
 
 from dspark.corpus.rejects import Reason, RowError
 
-__all__ = ["Message", "conversation", "user_turns"]
+__all__ = ["Message", "Tool", "conversation", "tools_of", "user_turns"]
 
 Message = dict[str, Any]
+Tool = dict[str, Any]
+"""A function that the target may call, as its template wants it described."""
 
 _ROLES = {
     "system": "system",
@@ -51,8 +54,6 @@ def conversation(row: dict[str, Any]) -> list[Message]:
         if not text:
             raise RowError(_missing(row))
         raw = [{"role": "user", "content": text}]
-    if row.get("tools"):
-        raise RowError(Reason.TOOLS_UNSUPPORTED, "the row lists tools")
     if isinstance(raw, str):
         try:
             raw = json.loads(raw)
@@ -64,6 +65,26 @@ def conversation(row: dict[str, Any]) -> list[Message]:
     _check_order(messages)
     _check_unicode(messages)
     return messages
+
+
+def tools_of(row: dict[str, Any]) -> list[Tool] | None:
+    """The tools that a row lists, None if it lists none.
+
+    Raises:
+        RowError: `tools` is not a list of objects.
+    """
+    tools: Any = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except (ValueError, RecursionError):
+            raise RowError(Reason.BAD_TOOLS, "a string that is not JSON") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(Reason.BAD_TOOLS, "tools must be a list of objects")
+    _check_unicode(tools)
+    return tools
 
 
 def user_turns(row: dict[str, Any]) -> list[str] | None:

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from dspark.corpus.files import RawRow, expand, read_rows
-from dspark.corpus.messages import Message, conversation, user_turns
+from dspark.corpus.messages import Message, Tool, conversation, tools_of, user_turns
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.errors import DataError
 
@@ -34,19 +34,27 @@ class Prompt:
     category: str | None = None
     followups: tuple[str, ...] = ()
     """Later user turns of a `turns` row; each is asked after the answer to the one before."""
+    tools: list[Tool] | None = None
+    """What the template is given as `tools`."""
 
 
 def read_prompts(
-    sources: Sequence[str], limit: int | None = None, rejects: Rejects | None = None
+    sources: Sequence[str],
+    limit: int | None = None,
+    rejects: Rejects | None = None,
+    *,
+    with_tools: bool = False,
 ) -> list[Prompt]:
     """The first ``limit`` usable prompts of ``sources``, in the order of files and rows.
+
+    Rows that list tools are rejected unless the caller says that it renders `Prompt.tools`.
 
     Raises:
         DataError: a source does not exist, cannot be read, or holds no usable row.
         MissingPackageError: a source needs `dspark[data]`.
     """
     rejects = Rejects() if rejects is None else rejects
-    prompts = list(islice(_prompts(sources, rejects), limit))
+    prompts = list(islice(_prompts(sources, rejects, with_tools), limit))
     if rejects.rejected:
         log.warning("%s", rejects.explained())
     if prompts and (later := sum(bool(p.followups) for p in prompts)):
@@ -54,7 +62,7 @@ def read_prompts(
     return prompts
 
 
-def _prompts(sources: Sequence[str], rejects: Rejects) -> Iterator[Prompt]:
+def _prompts(sources: Sequence[str], rejects: Rejects, with_tools: bool) -> Iterator[Prompt]:
     seen: set[str] = set()
     for source in expand(sources):
         good = False
@@ -62,6 +70,8 @@ def _prompts(sources: Sequence[str], rejects: Rejects) -> Iterator[Prompt]:
         for row in read_rows(source, rejects):
             try:
                 prompt = parse_prompt(row)
+                if prompt.tools and not with_tools:
+                    raise RowError(Reason.TOOLS_UNSUPPORTED, "the row lists tools")
                 good = True
                 if prompt.id in seen:
                     raise RowError(Reason.DUPLICATE_ID, prompt.id[:40])
@@ -88,8 +98,10 @@ def parse_prompt(row: RawRow) -> Prompt:
         messages = conversation(row.value)
         while messages[-1]["role"] == "assistant":
             messages.pop()
+    tools = tools_of(row.value)
     return Prompt(
-        id=given_id(row.value) or content_id(messages, *(turns or ())[1:]),
+        id=given_id(row.value) or content_id(messages, *(turns or ())[1:], *(tools or ())),
+        tools=tools,
         messages=messages,
         source=row.source,
         category=_plain_text(row.value.get("category")),
@@ -108,8 +120,8 @@ def _plain_text(value: Any) -> str | None:
     return str(value).encode("utf-8", "replace").decode().strip() or None
 
 
-def content_id(messages: Sequence[Message], *more: str) -> str:
-    """16 hex digits of SHA-256 over the canonical JSON of ``messages`` (and later turns)."""
+def content_id(messages: Sequence[Message], *more: str | Tool) -> str:
+    """16 hex digits of SHA-256 over the canonical JSON of ``messages``, later turns and tools."""
     value = [*messages, *more]
     canonical = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -30,6 +30,7 @@ class Reason(StrEnum):
     BAD_CONTENT = "bad_content"
     BAD_UNICODE = "bad_unicode"
     BAD_TOOL_CALL = "bad_tool_call"
+    BAD_TOOLS = "bad_tools"
     TOOLS_UNSUPPORTED = "tools_unsupported"
     TOKENS_ONLY = "tokens_only"
     DUPLICATE_ID = "duplicate_id"

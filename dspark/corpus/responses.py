@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from dspark.corpus.chat import render_turns, template_hash
 from dspark.corpus.files import RawRow, expand, read_rows
-from dspark.corpus.messages import Message, conversation
+from dspark.corpus.messages import Message, Tool, conversation, tools_of
 from dspark.corpus.prompts import content_id, given_id
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.errors import DataError
@@ -41,6 +41,8 @@ class Response:
     """Number of this answer among the answers to the same prompt."""
     messages: list[Message] = field(default_factory=list)
     """The conversation, the sampled answer included; empty for pre-tokenised rows."""
+    tools: list[Tool] | None = None
+    """What the template was given as `tools`."""
     input_ids: list[int]
     loss_mask: list[int]
     """1 where the target produced the token; same length as `input_ids`."""
@@ -193,13 +195,17 @@ def parse_responses(
     given = row.get("thinking")
     thinking = given if isinstance(given, bool) else thinking
     finish = row.get("finish_reason")
-    rendered = render_turns(tokenizer, messages, thinking=thinking, cut=finish == "length")
-    name = given_id(row) or content_id(messages)
+    tools = tools_of(row)
+    rendered = render_turns(
+        tokenizer, messages, thinking=thinking, cut=finish == "length", tools=tools
+    )
+    name = given_id(row) or content_id(messages, *(tools or ()))
     category = row.get("category")
     return [
         Response(
             id=name if turn == 0 else f"{name}/{turn}",
             messages=messages,
+            tools=tools,
             input_ids=one.input_ids,
             loss_mask=one.loss_mask,
             # it tells of the last answer
@@ -240,6 +246,7 @@ _OWN_FIELDS = tuple(Response.__dataclass_fields__)
 _FIELD_TYPES: dict[str, type] = {
     "sample": int,
     "messages": list,
+    "tools": list,
     "finish_reason": str,
     "setting_index": int,
     "sampling": dict,

@@ -158,7 +158,11 @@ def _tasks(
                 thinking = settings.settings[index].thinking
                 try:
                     ids = generation_prompt_ids(
-                        tokenizer, prompt.messages, thinking, vocab_size=target.vocab_size
+                        tokenizer,
+                        prompt.messages,
+                        thinking,
+                        vocab_size=target.vocab_size,
+                        tools=prompt.tools,
                     )
                     room = target.max_position_embeddings - len(ids)
                     if len(ids) > settings.max_prompt_tokens or room < 1:
@@ -203,6 +207,7 @@ def _response(
         id=task.prompt.id,
         sample=task.sample,
         messages=[*task.prompt.messages, answer],
+        tools=task.prompt.tools,
         input_ids=[*task.ids, *new_ids],
         loss_mask=[0] * len(task.ids) + [1] * len(new_ids),
         finish_reason="stop" if stopped else "length",

@@ -129,6 +129,7 @@ def test_limits_of_sample_and_bench_reach_the_prompts(
     sample = stub("corpus.sampler.sample_responses", done)
     assert run(monkeypatch, "sample", "--prompts", "p", "--out", "o", "--limit", "5") == 0
     assert read.args[:2] == (("p",), 5)
+    assert read.options == {"with_tools": True}
     assert sample.args[2] == ["row"]
     assert sample.args[3].out == "o"
 

@@ -1,10 +1,11 @@
 """Ling-3.0's chat format, token by token: what the prompt holds and what the target has to say."""
 
+import json
 from typing import Any
 
 import pytest
 
-from dspark.corpus.chat import check_template, generation_prompt_ids, render
+from dspark.corpus.chat import Rendered, check_template, generation_prompt_ids, render
 from dspark.corpus.messages import conversation
 from dspark.target.config import LingConfig
 from dspark.target.ling_chat import synthetic_tokenizer
@@ -133,3 +134,28 @@ def test_special_tokens_stand_where_the_config_and_the_release_put_them(
     if config is LARGE:
         names = ("<tool_call>", "</tool_call>", "<think>", "</think>")
         assert tokenizer.convert_tokens_to_ids(list(names)) == [156896, 156897, 156903, 156904]
+
+
+def supervised(rendered: Rendered) -> str:
+    pairs = zip(rendered.input_ids, rendered.loss_mask, strict=True)
+    text: str = TOKENIZER.decode([token for token, on in pairs if on])
+    return text
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_tools_are_rendered_and_never_supervised() -> None:
+    answer = {"role": "assistant", "content": "Yo", "reasoning_content": "Hm."}
+    messages = [user("Hi"), answer, user("Hi"), answer]
+    rendered = render(TOKENIZER, messages, thinking=True, tools=[TOOL])
+    text = TOKENIZER.decode(rendered.input_ids)
+    assert text.count("<tools>\n" + json.dumps(TOOL) + "\n</tools>") == 1
+    assert supervised(rendered) == "Hm.</think>Yo<|role_end|>" * 2
+    prompt = generation_prompt_ids(TOKENIZER, [user("Hi")], True, tools=[TOOL])
+    assert rendered.input_ids[: len(prompt)] == prompt
+    assert rendered.loss_mask[: len(prompt)] == [0] * len(prompt)
+    # the empty pair that stands for thinking off is found behind the tools too
+    short = {"role": "assistant", "content": "Yo"}
+    rendered = render(TOKENIZER, [user("Hi"), short], tools=[TOOL])
+    assert supervised(rendered) == "Yo<|role_end|>"

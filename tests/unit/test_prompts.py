@@ -131,6 +131,10 @@ def test_turns_keep_later_turns_as_followups(tmp_path: Path) -> None:
         (chat(("user", "\ud800")), Reason.BAD_UNICODE),
         ({"input_ids": [1], "loss_mask": [1]}, Reason.TOKENS_ONLY),
         ({**chat(("user", "q")), "tools": [{"name": "f"}]}, Reason.TOOLS_UNSUPPORTED),
+        ({"turns": ["q"], "tools": [{"name": "f"}]}, Reason.TOOLS_UNSUPPORTED),
+        ({**chat(("user", "q")), "tools": "[{"}, Reason.BAD_TOOLS),
+        ({**chat(("user", "q")), "tools": {"name": "f"}}, Reason.BAD_TOOLS),
+        ({**chat(("user", "q")), "tools": ["f"]}, Reason.BAD_TOOLS),
         (
             {
                 "messages": [
@@ -148,6 +152,18 @@ def test_turns_keep_later_turns_as_followups(tmp_path: Path) -> None:
 )
 def test_bad_rows_have_a_reason(tmp_path: Path, row: Any, reason: Reason) -> None:
     assert reason_of(tmp_path, row) is reason
+
+
+def test_tools_are_read_for_callers_that_render_them(tmp_path: Path) -> None:
+    listed = [[{"name": "f"}], '[{"name": "f"}]', [{"name": "g"}], [], "", None]
+    rows = [json.dumps({**chat(("user", "q")), "tools": tools}) for tools in listed]
+    rejects = Rejects()
+    path = write(tmp_path / "rows.jsonl", *rows)
+    prompts = read_prompts([path], rejects=rejects, with_tools=True)
+    assert [prompt.tools for prompt in prompts] == [[{"name": "f"}], [{"name": "g"}], None]
+    # the same question with other tools is another prompt, and without any it has its old id
+    assert rejects.counts == {Reason.DUPLICATE_ID: 3}
+    assert prompts[2].id == content_id([{"role": "user", "content": "q"}])
 
 
 def test_damaged_lines_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:

@@ -54,6 +54,25 @@ def test_a_row_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert line["format"] == FORMAT == "dspark.responses/1"
 
 
+def test_tools_of_a_conversation_stay_with_its_rows(tmp_path: Path) -> None:
+    told: Any = tiny_tokenizer()
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    rows = [{"messages": said, "tools": json.dumps([{"name": name}])} for name in "fg"]
+    path = write_lines(tmp_path / "r.jsonl", {"messages": said}, *rows)
+    back, rejects = read(path, tokenizer=told)
+    assert ([row.tools for row in back], rejects.counts) == ([None], {Reason.TOOLS_UNSUPPORTED: 2})
+    told.chat_template = "{% for t in tools or [] %}{{ t.name }};{% endfor %}" + told.chat_template
+    back, rejects = read(path, tokenizer=told)
+    assert [row.tools for row in back] == [None, [{"name": "f"}], [{"name": "g"}]]
+    assert len({row.id for row in back}) == 3
+    texts = [told.decode(row.input_ids) for row in back]
+    assert texts == [texts[0], f"f;{texts[0]}", f"g;{texts[0]}"]
+    assert len({row.num_supervised for row in back}) == 1
+    with ResponseWriter(tmp_path / "again.jsonl") as writer:
+        writer.write(back)
+    assert read(tmp_path / "again.jsonl")[0] == back
+
+
 @pytest.mark.parametrize("size", [0, 10, 200_000])
 @pytest.mark.parametrize("whole", [0, 2])
 def test_a_half_written_last_line_is_dropped_on_opening(

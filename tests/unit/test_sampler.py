@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,27 @@ def read_back(out: Path) -> dict[str, Response]:
     rows = list(read_responses([str(out)]))
     assert len({row.key for row in rows}) == len(rows)
     return {row.key: row for row in rows}
+
+
+def test_tools_reach_the_target_and_stay_in_the_row(target: Target, tmp_path: Path) -> None:
+    told: Any = tiny_tokenizer()
+    told.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}" + told.chat_template
+    )
+    asked = [replace(prompt, tools=[{"name": "add"}]) for prompt in prompts(3)]
+    out = tmp_path / "rows.jsonl"
+    sample_responses(target, told, asked, settings(), out)
+    rows = read_back(out)
+    for prompt in asked:
+        row, bare = rows[prompt.id], generation_prompt_ids(told, prompt.messages)
+        ids = generation_prompt_ids(told, row.messages[:-1], row.thinking, tools=row.tools)
+        assert row.tools == [{"name": "add"}]
+        assert row.input_ids[: len(ids)] == ids
+        assert told.decode(ids) == "add;" + told.decode(bare)
+        assert row.loss_mask.index(1) == len(ids)
+    # a template that passes over tools would ask another question than the row tells
+    with pytest.raises(DataError, match=r"tools_unsupported 3.*template does not render tools"):
+        sample_responses(target, tiny_tokenizer(), asked, settings(), tmp_path / "other.jsonl")
 
 
 def greedy_by_transformers(target: Target, ids: Sequence[int], limit: int) -> list[int]:
