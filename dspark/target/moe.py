@@ -102,7 +102,7 @@ class Experts(nn.Module):
     def by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The same for many rows: each expert computes the rows that chose it."""
         order = ids.flatten().argsort(stable=True)
-        rows = x[order // ids.shape[1]]
+        rows = x.index_select(0, order // ids.shape[1])
         counts = ids.flatten().bincount(minlength=len(self.down))
         if self._groupable():
             ends = counts.cumsum(0, dtype=torch.int32)
@@ -113,7 +113,7 @@ class Experts(nn.Module):
             pieces = torch.split(rows, counts.tolist())
             parts = torch.cat([self.one(expert, piece) for expert, piece in enumerate(pieces)])
         # back to the router's order: sums run as in `by_row`, whatever the device
-        each = parts[order.argsort()].view(*ids.shape, -1).float()
+        each = parts.index_select(0, order.argsort()).view(*ids.shape, -1).float()
         return (each * weights[..., None]).sum(1)
 
     def _groupable(self) -> bool:
