@@ -18,10 +18,12 @@ from dspark.target.state import Call, KDAState
 
 __all__ = ["KDA", "chunked", "decay", "recurrence", "short_convolution"]
 
-_CHUNK = 64
+_CHUNK = {"cpu": 32, "cuda": 64}
+"""Rows of a chunk: fewer cost less arithmetic, more cost less waiting for the one before."""
 _BLOCK = 16
 """Rows over which decays of at least e^-5 each may be undone in float32."""
-_MOST_EXPONENT = 80.0
+_EXPONENTS = (-60.0, 80.0)
+"""Below, products are denormal numbers, which cost a CPU a hundred times the time of others."""
 _SEGMENT = 4096
 _EPS = 1e-6
 
@@ -99,11 +101,12 @@ def _segment(
 ) -> tuple[Tensor, Tensor]:
     """`chunked` for so many rows that what it holds meanwhile is bounded."""
     batch, rows, heads, _ = query.shape
-    short = -rows % _CHUNK
+    size = _CHUNK.get(query.device.type, _CHUNK["cuda"])
+    short = -rows % size
     # padding rows write nothing (beta 0) and forget nothing (log decay 0)
     q, k, v, g, b = (  # each [B * H, chunks, C, K, V or 1]
         F.pad(x, (0, 0, 0, 0, 0, short))
-        .view(batch, -1, _CHUNK, heads, x.shape[-1])
+        .view(batch, -1, size, heads, x.shape[-1])
         .permute(0, 3, 1, 2, 4)
         .flatten(0, 1)
         for x in (query, key, value, log_decay, beta[..., None])
@@ -111,13 +114,13 @@ def _segment(
     # float64: differences of long sums are exponents
     total = g.double().cumsum(-2)
     inside, mixed = _pairs(q, k, total)
-    since = total.float().exp()  # decay since the start of the chunk
+    since = _exp(total)  # decay since the start of the chunk
     ends = total[:, :, -1:]
     solved = torch.linalg.solve_triangular(
         b * inside, torch.cat([b * v, b * (k * since)], -1), upper=False, unitriangular=True
     )
     fresh, recalled = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
-    written = (k * (ends - total).float().exp()).transpose(-1, -2)
+    written = (k * _exp(ends - total)).transpose(-1, -2)
     kept = ends.float().exp().transpose(-1, -2)  # [B * H, chunks, K, 1]
     starts, updates = [], []
     held = state.flatten(0, 1)
@@ -148,12 +151,17 @@ def _pairs(
     late = (blocks - start).float()
     # from column j to the start of its own block, then to the start of block i
     apart = (start[:, :, :, None, :, :] - start[:, :, None]).float()  # [X, N, i, j, 1, K]
-    early = (apart - late[:, :, None]).flatten(3, 4).clamp(max=_MOST_EXPONENT)
-    early = (key[:, :, None] * early.exp()).transpose(-1, -2)  # [X, N, i, K, C]
+    early = key[:, :, None] * _exp((apart - late[:, :, None]).flatten(3, 4))  # [X, N, i, C, K]
     late = late.exp()
-    inside = (key.view(late.shape) * late @ early).flatten(2, 3)
-    mixed = (query.view(late.shape) * late @ early).flatten(2, 3)
-    return inside.tril(-1), mixed.tril()
+    rows = torch.cat([key.view(late.shape) * late, query.view(late.shape) * late], -2)
+    inside, mixed = (rows @ early.transpose(-1, -2)).split(_BLOCK, dim=-2)  # type: ignore[no-untyped-call]
+    lower = torch.ones(total.shape[2], total.shape[2], device=total.device).tril()
+    return inside.flatten(2, 3) * lower.tril(-1), mixed.flatten(2, 3) * lower
+
+
+def _exp(exponent: Tensor) -> Tensor:
+    """In float32, never infinite and never close to the smallest number."""
+    return exponent.float().clamp(*_EXPONENTS).exp()
 
 
 class KDA(Float32Module):

@@ -102,16 +102,25 @@ class Experts(nn.Module):
     def by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The same for many rows: each expert computes the rows that chose it."""
         order = ids.flatten().argsort(stable=True)
-        counts = ids.flatten().bincount(minlength=len(self.down)).tolist()
-        parts = [
-            self.one(expert, piece)
-            for expert, piece in enumerate(torch.split(x[order // ids.shape[1]], counts))
-            if len(piece)
-        ]
+        rows = x.index_select(0, order // ids.shape[1])
+        counts = ids.flatten().bincount(minlength=len(self.down))
+        if self._groupable():
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate, up = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+            inner = limited_swiglu(gate, up, self.limit)
+            parts = F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+        else:
+            pieces = torch.split(rows, counts.tolist())
+            parts = torch.cat([self.one(expert, piece) for expert, piece in enumerate(pieces)])
         # back to the router's order: sums run as in `by_row`, whatever the device
-        places = order.argsort()
-        each = torch.cat(parts)[places].view(*ids.shape, -1).float()
+        each = parts.index_select(0, order.argsort()).view(*ids.shape, -1).float()
         return (each * weights[..., None]).sum(1)
+
+    def _groupable(self) -> bool:
+        """Whether the library's grouped product takes these weights (its rows: 16 bytes)."""
+        size = self.down.element_size()
+        aligned = all(width * size % 16 == 0 for width in self.down.shape[1:])
+        return aligned and self.down.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 class MoE(nn.Module):
