@@ -113,7 +113,8 @@ def test_yarn_is_that_of_transformers(more: dict[str, float]) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, **more}
-    ours = Rotary(config(rope_scaling=scaling, qk_rope_head_dim=64, rope_theta=10000.0))
+    sizes = {"qk_rope_head_dim": 64, "qk_head_dim": 80}
+    ours = Rotary(config(rope_scaling=scaling, rope_theta=10000.0, **sizes))
     theirs = LlamaConfig(
         head_dim=64,
         max_position_embeddings=16384,
