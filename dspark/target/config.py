@@ -38,6 +38,9 @@ _REQUIRED = (
     "moe_intermediate_size",
     "max_position_embeddings",
 )
+# Every tensor of every layer is listed by name before anything is loaded.
+_MOST = {"num_hidden_layers": 1 << 10, "num_nextn_predict_layers": 1 << 4, "num_experts": 1 << 13}
+_MOST_SIZE = 1 << 31
 # What these say is built in; another value would need other arithmetic.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -187,6 +190,10 @@ class LingConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise TargetError(f"{where}: {name} must be a whole number >= 0, got {value!r}")
+        for name in (*_REQUIRED, *_MOST):
+            value, most = getattr(self, name), _MOST.get(name, _MOST_SIZE)
+            if value > most:
+                raise TargetError(f"{where}: {name} must be at most {most}, got {value}")
         self._check_unused(where)
         heads = self.raw.get("num_key_value_heads", self.num_attention_heads)
         if heads != self.num_attention_heads:
