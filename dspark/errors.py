@@ -96,6 +96,7 @@ def wanted(problem: Mapping[str, Any]) -> str:
 
 
 _PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+_HELD = (errno.EAGAIN, errno.EWOULDBLOCK)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -109,6 +110,8 @@ def unwritable(error: OSError) -> DSparkError | None:
     reason = (error.strerror or str(error)).lower()
     if error.errno in _PLACE:
         return ConfigError(f"cannot write{where}: {reason}; give a place that can be written")
+    if error.errno in _HELD and error.filename:
+        return ConfigError(f"cannot write{where}: {reason}; wait for its end or give another place")
     if error.errno in _FULL:
         return RunError(f"cannot write{where}: {reason}")
     return None

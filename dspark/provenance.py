@@ -12,17 +12,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import dspark
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where nothing is claimed
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "claim",
+    "claimed",
     "collect",
     "free_bytes",
     "making",
@@ -33,6 +40,7 @@ __all__ = [
     "write_text",
 ]
 
+LOCK = ".lock"
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "deepspeed", "triton")
 
 
@@ -64,6 +72,45 @@ def collect(**extra: Any) -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **extra,
     }
+
+
+def claim(file: IO[Any]) -> None:
+    """Hold an open file for this process until it is closed, by whatever end of the process.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, "another run is writing there", file.name) from None
+    except OSError:
+        pass  # a file system without locks
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """`claim` a directory by a file in it that goes away again, like the directory if left empty.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    made = [one for one in (directory, *directory.parents) if not one.exists()]
+    with making():
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / LOCK
+        file = path.open("w")
+    with file:
+        claim(file)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                for one in made:
+                    one.rmdir()
 
 
 @contextmanager

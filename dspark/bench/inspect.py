@@ -42,7 +42,8 @@ def inspect(
         raise ConfigError(f"{given} says what a verify step reads; give --verify-tokens too")
     file = path / "config.json" if path.is_dir() else path
     raw, where = read_object(file, TargetError), str(file)
-    names = raw.get("architectures") or [""]
+    names = raw.get("architectures")
+    names = names if isinstance(names, list) and names else [names or ""]
     if is_ling(raw) or raw.get("model_type") == "bailing_hybrid":
         config = LingConfig.from_dict(raw, where)
         report: dict[str, Any] = {"architecture": names[0], **parameter_counts(config)}
@@ -51,7 +52,11 @@ def inspect(
         if config.is_fp8:
             report["note"] = "the checkpoint holds fp8 blocks; bytes are those of bf16, as loaded"
         if verify_tokens:
-            routing, context = routing or "uniform", 8192 if context is None else context
+            most = config.max_position_embeddings
+            if context is not None and context > most:
+                raise ConfigError(f"context {context} is more than the model's {most} positions")
+            routing = routing or "uniform"
+            context = min(8192, most) if context is None else context
             chosen = Routing.parse(routing)
             report["routing"], report["context"] = routing, context
             report["verify"] = [
@@ -105,7 +110,9 @@ def _library(raw: dict[str, Any], where: str) -> dict[str, Any]:
         if isinstance(error, DSparkError):
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise TargetError(f"{where} is no model that can be inspected: {lines[0]}") from None
+        # transformers goes on with the names of all its models
+        said = lines[0].partition(" Should contain one of")[0]
+        raise TargetError(f"{where} is no model that can be inspected: {said}") from None
     parameters = dict(model.named_parameters())
     return {
         "parameters": sum(one.numel() for one in parameters.values()),

@@ -47,7 +47,11 @@ def _inspect(
             f"verify {step['verify_tokens']} rows, routing {report['routing']} "
             f"({step['experts_per_layer']:.1f} experts a layer), context {report['context']}"
         )
-        print_table(title, ["", "MB"], rows)
+        note = (
+            "total: weights, kda_state (read and written), tails and latents; on top comes "
+            "state_per_row or replay_records, by the way a step is taken back"
+        )
+        print_table(title, ["", "MB"], rows, note=note)
     finish(report, as_json)
 
 

@@ -52,7 +52,7 @@ def conversation(row: dict[str, Any]) -> list[Message]:
     if raw is None:
         text = row.get("text")
         if not text:
-            raise RowError(_missing(row))
+            raise _missing(row)
         raw = [{"role": "user", "content": text}]
     if isinstance(raw, str):
         try:
@@ -103,8 +103,10 @@ def user_turns(row: dict[str, Any]) -> list[str] | None:
     return texts
 
 
-def _missing(row: dict[str, Any]) -> Reason:
-    return Reason.TOKENS_ONLY if row.get("input_ids") else Reason.NO_MESSAGES
+def _missing(row: dict[str, Any]) -> RowError:
+    if row.get("input_ids"):
+        return RowError(Reason.TOKENS_ONLY)
+    return RowError(Reason.NO_MESSAGES, "none of messages, conversations, turns and text")
 
 
 def _message(item: Any) -> Message | None:

@@ -22,7 +22,7 @@ from dspark.corpus.messages import Message, Tool, conversation, tools_of
 from dspark.corpus.prompts import content_id, given_id
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.errors import DataError
-from dspark.provenance import making
+from dspark.provenance import claim, making
 
 __all__ = ["FORMAT", "Response", "ResponseWriter", "parse_responses", "read_responses"]
 
@@ -89,6 +89,7 @@ class ResponseWriter:
         with making():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "ab+")  # noqa: SIM115 - closed in __exit__
+        claim(self._file)
         self._repair(path)
 
     def __enter__(self) -> Self:

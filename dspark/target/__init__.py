@@ -130,7 +130,12 @@ def load_ling(
     )
     generation = None
     if (directory / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(directory)
+        try:
+            generation = GenerationConfig.from_pretrained(directory)
+        except (OSError, ValueError, TypeError) as error:
+            raise TargetError(_first_line(settings.path, error, " (generation_config)")) from error
+        where = str(directory / "generation_config.json")
+        config.check_ids(where, "eos_token_id", generation.eos_token_id)
     return LingTarget(model, settings.path, settings.revision, generation)
 
 

@@ -190,6 +190,15 @@ class LingConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise TargetError(f"{where}: {name} must be a whole number >= 0, got {value!r}")
+        rank = self.q_lora_rank
+        if rank is not None and (type(rank) is not int or rank < 1):
+            raise TargetError(
+                f"{where}: q_lora_rank must be a whole number >= 1 or null, got {rank!r}"
+            )
+        for name in ("moe_shared_expert_intermediate_size", "num_shared_experts"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise TargetError(f"{where}: {name} must be a whole number >= 0, got {value!r}")
         for name in (*_REQUIRED, *_MOST):
             value, most = getattr(self, name), _MOST.get(name, _MOST_SIZE)
             if value > most:
@@ -262,14 +271,7 @@ class LingConfig:
                 f"{where}: partial_rotary_factor must be a number in (0, 1], got {share!r}"
             )
         for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
-            value = getattr(self, name)
-            several = name == "eos_token_id" and isinstance(value, tuple)
-            for one in value if several else () if value is None else (value,):
-                if type(one) is not int or not 0 <= one < self.vocab_size:
-                    raise TargetError(
-                        f"{where}: {name} must be an id in 0..{self.vocab_size - 1}"
-                        f"{' or a list of such' if name == 'eos_token_id' else ''}, got {one!r}"
-                    )
+            self.check_ids(where, name, getattr(self, name))
         fp8 = self.raw.get("quantization_config")
         if fp8 is not None and (
             not isinstance(fp8, Mapping)
@@ -280,6 +282,20 @@ class LingConfig:
                 f"{where}: quantization_config must be quant_method fp8 with weight_block_size "
                 f"{FP8_BLOCK}, got {fp8!r}"
             )
+
+    def check_ids(self, where: str, name: str, value: Any) -> None:
+        """`eos_token_id` may be a list, others one id; None is none.
+
+        Raises:
+            TargetError: not an id of the vocabulary.
+        """
+        several = name == "eos_token_id" and isinstance(value, tuple | list)
+        for one in value if several else () if value is None else (value,):
+            if type(one) is not int or not 0 <= one < self.vocab_size:
+                raise TargetError(
+                    f"{where}: {name} must be an id in 0..{self.vocab_size - 1}"
+                    f"{' or a list of such' if name == 'eos_token_id' else ''}, got {one!r}"
+                )
 
     @property
     def is_fp8(self) -> bool:

@@ -75,6 +75,9 @@ def read_index(index: Path, kind: type[Exception]) -> dict[str, str]:
     places = read_object(index, kind).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
         raise kind(f"{index} must hold 'weight_map', an object of tensor names and file names")
+    outside = sorted(name for name in set(places.values()) if Path(name).name != name)
+    if outside:
+        raise kind(f"{index} must name files beside it, not {outside[0]}")
     missing = sorted({name for name in places.values() if not (index.parent / name).is_file()})
     if missing:
         raise kind(f"{index.parent} lacks {', '.join(missing)}, which its index names")

@@ -140,10 +140,24 @@ def run(config: Config) -> TrainReport:
     settings = config.train
     tracker.check_installed(settings.tracker)
     accelerator = launch.start(settings, device=config.target.device)
-    resume = launch.on_main(accelerator, lambda: find_resume(config))
-    trainer = Trainer(config, accelerator, resume)
-    status = trainer.train()
-    return trainer.report(status, time.perf_counter() - begun)
+    with ExitStack() as stack:
+
+        def begin() -> Path | None:
+            output_dir = Path(settings.output_dir)
+            if not output_dir.exists() or output_dir.is_dir():
+                try:
+                    stack.enter_context(provenance.claimed(output_dir))
+                except BlockingIOError:
+                    raise ConfigError(
+                        f"another run is writing to train.output_dir '{output_dir}': wait for its "
+                        "end, or choose another directory"
+                    ) from None
+            return find_resume(config)
+
+        resume = launch.on_main(accelerator, begin)
+        trainer = Trainer(config, accelerator, resume)
+        status = trainer.train()
+        return trainer.report(status, time.perf_counter() - begun)
 
 
 def find_resume(config: Config) -> Path | None:
@@ -158,7 +172,8 @@ def find_resume(config: Config) -> Path | None:
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"train.output_dir '{output_dir}' is a file")
     if settings.resume == "none":
-        if output_dir.exists() and any(output_dir.iterdir()):
+        held = {one.name for one in output_dir.iterdir()} if output_dir.exists() else set()
+        if held - {provenance.LOCK}:
             raise ConfigError(
                 f"train.output_dir '{output_dir}' is not empty and train.resume is none: "
                 "use train.resume=auto to go on there, or another directory"

@@ -107,6 +107,25 @@ def test_other_models_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"architectures": 3}, "no model that can be inspected"),
+        ({"architectures": True, "model_type": None}, "no model that can be inspected"),
+        ({"architectures": ["Other"], "model_type": "bailing_moe_linear"}, "bailing_moe_linear."),
+    ],
+)
+def test_what_is_no_model_is_said_shortly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY_LING["flash"], "model_type": "x", **keys}))
+    code, _, err = dspark(capsys, "inspect", path)
+    assert code == 2
+    assert message in err
+    assert len(err) < 400
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["inspect", "nowhere.json"], "nowhere.json"),
@@ -118,6 +137,10 @@ def test_other_models_are_counted(tmp_path: Path) -> None:
         (["inspect", str(FLASH), "--verify-tokens", "0"], "verify-tokens"),
         (["inspect", str(FLASH), "--routing", "uniform"], "give --verify-tokens too"),
         (["inspect", str(FLASH), "--context", "0"], "context 0 says what a verify step reads"),
+        (
+            ["inspect", str(FLASH), "--verify-tokens", "9", "--context", "99999999"],
+            "context 99999999 is more than the model's",
+        ),
         (["inspect", str(DRAFT), "--tp", "2"], "DSparkModel; leave --tp and --verify-tokens out"),
         (["inspect", str(DRAFT), "--verify-tokens", "9"], "known for Ling-3.0 targets only"),
         (["make-checkpoint", "--config", "nowhere.json", "--out", "x"], "nowhere.json"),

@@ -218,6 +218,20 @@ def _omitted(directory: Path) -> None:
     (directory / INDEX_NAME).write_text(json.dumps(index))
 
 
+def _outside(directory: Path) -> None:
+    index = json.loads((directory / INDEX_NAME).read_text())
+    index["weight_map"][EXPERT] = f"../{directory.name}/{index['weight_map'][EXPERT]}"
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+
+
+def _no_generation(directory: Path) -> None:
+    (directory / "generation_config.json").write_text("{")
+
+
+def _no_end(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"eos_token_id": "x"}')
+
+
 def _no_json(directory: Path) -> None:
     (directory / INDEX_NAME).write_text("{")
 
@@ -262,6 +276,9 @@ def _no_header(directory: Path) -> None:
         (_missing, [EXPERT, "[32, 64]", "missing"]),
         (_lying, [EXPERT, "index", "does not"]),
         (_omitted, [EXPERT, INDEX_NAME, "does not list"]),
+        (_outside, [INDEX_NAME, "files beside it", "../made/model-0000"]),
+        (_no_generation, ["generation_config", "JSON"]),
+        (_no_end, ["generation_config.json", "eos_token_id", "'x'"]),
         (_no_json, [INDEX_NAME, "it is not valid JSON: Expecting"]),
         (_no_object, [INDEX_NAME, "must hold a JSON object, not list"]),
         (_no_map, [INDEX_NAME, "must hold 'weight_map'"]),
@@ -294,6 +311,8 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], words: 
         ({"num_nextn_predict_layers": -1}, ["num_nextn_predict_layers", ">= 0", "-1"]),
         ({"rope_parameters": [1]}, ["rope_parameters", "object", "[1]"]),
         ({"qk_head_dim": 23}, ["qk_head_dim", "= 24", "23"]),
+        ({"q_lora_rank": "x"}, ["q_lora_rank", "or null", "'x'"]),
+        ({"num_shared_experts": "1"}, ["num_shared_experts", ">= 0", "'1'"]),
         ({"num_hidden_layers": 10**30}, ["num_hidden_layers", "at most 1024"]),
         ({"num_experts": 1 << 20}, ["num_experts", "at most 8192"]),
         ({"hidden_size": 10**12}, ["hidden_size", "at most"]),

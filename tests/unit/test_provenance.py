@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from dspark.errors import ConfigError, unwritable
-from dspark.provenance import free_bytes, save_tensors
+from dspark.provenance import LOCK, claimed, free_bytes, save_tensors
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -43,3 +43,18 @@ def test_room_is_that_of_the_disk_to_be_written(
     refused = unwritable(caught.value)
     assert isinstance(refused, ConfigError)
     assert str(refused).startswith(f"cannot write {tmp_path}: it is read-only here; give a place")
+
+
+def test_a_directory_is_one_runs_alone(tmp_path: Path) -> None:
+    place = tmp_path / "out"
+    with claimed(place):
+        with pytest.raises(BlockingIOError) as raised, claimed(place):
+            pass
+        refused = unwritable(raised.value)
+        assert isinstance(refused, ConfigError)
+        assert f"{place / LOCK}: another run is writing there; wait" in str(refused)
+        assert (place / LOCK).exists()  # the loser took nothing away
+    assert not place.exists()
+    with claimed(place / "deeper"):
+        (place / "kept").touch()
+    assert [one.name for one in place.iterdir()] == ["kept"]

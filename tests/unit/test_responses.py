@@ -73,6 +73,15 @@ def test_tools_of_a_conversation_stay_with_its_rows(tmp_path: Path) -> None:
     assert read(tmp_path / "again.jsonl")[0] == back
 
 
+def test_a_file_is_written_by_one_run_at_a_time(tmp_path: Path) -> None:
+    with (
+        ResponseWriter(tmp_path / "rows.jsonl"),
+        pytest.raises(BlockingIOError, match="another run is writing there"),
+    ):
+        ResponseWriter(tmp_path / "rows.jsonl")
+    ResponseWriter(tmp_path / "rows.jsonl").__exit__(None, None, None)
+
+
 @pytest.mark.parametrize("size", [0, 10, 200_000])
 @pytest.mark.parametrize("whole", [0, 2])
 def test_a_half_written_last_line_is_dropped_on_opening(

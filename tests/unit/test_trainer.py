@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dspark import config_io
+from dspark import config_io, provenance
 from dspark.corpus.dataset import Row
 from dspark.errors import CheckpointError, ConfigError, DataError, MissingPackageError, RunError
 from dspark.export.load import load_draft
@@ -384,6 +384,11 @@ def test_a_run_continues_an_exported_draft(place: Path, tmp_path: Path) -> None:
 
 
 def test_resume_none_refuses_a_directory_in_use(place: Path, tmp_path: Path) -> None:
+    with (
+        provenance.claimed(tmp_path / "out"),
+        pytest.raises(ConfigError, match=r"another run is writing to train.output_dir '.*out'"),
+    ):
+        run(place, tmp_path / "out", "train.steps=1")
     run(place, tmp_path / "out", "train.steps=1", "train.resume=none")
     with pytest.raises(ConfigError, match=r"is not empty and train.resume is none"):
         run(place, tmp_path / "out", "train.steps=1", "train.resume=none")
