@@ -1,0 +1,267 @@
+"""Kernels of a decode step at true shapes, each cold in one captured graph, beside a library's.
+
+    PYTHONPATH=. python benchmarks/step_kernels.py [--config FILE] [--ranks 4] [--tokens 9]
+
+Weights are RANDOM and so is what is routed; only times are measured. A graph holds one call a
+layer, every layer with weights of its own, more than the caches hold. Peers: cuBLAS for products,
+FLA for KDA where it is installed. Needs a GPU.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dspark import provenance
+from dspark.bench.report import print_table
+from dspark.kernels.experts import experts_down, experts_up
+from dspark.kernels.gemm16 import gemm16
+from dspark.kernels.kda_verify import KDASlots, kda_verify
+from dspark.kernels.launch import ROWS
+from dspark.kernels.reduce_norm import combine_norm, reduce_norm
+from dspark.kernels.router import route
+from dspark.target.config import LingConfig
+
+_COLD = 400 << 20
+"""Bytes of weights that a graph runs through: several times the L2 cache."""
+_REPEATS = 50
+_TILES: dict[tuple[int, int], tuple[int, int, int, int, int, int]] = {
+    # (outputs, inputs) of one rank of four of Ling-3.0-flash:
+    # block_n, block_k, warps, stages, splits, prefetch
+    (5128, 2560): (32, 128, 2, 4, 2, 0),
+    (3072, 2560): (32, 128, 4, 3, 4, 0),
+    (2560, 1024): (64, 128, 4, 3, 2, 2),
+    (512, 2560): (32, 128, 4, 3, 4, 4),
+    (39296, 2560): (128, 128, 4, 3, 1, 0),
+}
+
+
+@triton.jit
+def _read_kernel(source, out, count, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        total += tl.load(source + first + tl.arange(0, BLOCK)).to(tl.float32)
+    tl.store(out + tl.program_id(0), tl.sum(total))
+
+
+def timed(calls: list[Callable[[], object]]) -> float:
+    """Microseconds a call: median over replays of a graph of all of them."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(_REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(times)[_REPEATS // 2]
+
+
+def read_bandwidth() -> float:
+    """TB/s of the best of some ways to read 2 GB."""
+    source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+    out = torch.empty(1 << 14, device="cuda")
+    best = min(
+        timed([lambda p=p, b=b: _read_kernel[(132 * p,)](source, out, 1 << 30, BLOCK=b)])
+        for p in (4, 8, 16)
+        for b in (1024, 2048, 4096)
+    )
+    return 2 * (1 << 30) / best / 1e6
+
+
+class Bench:
+    """Rows of the table."""
+
+    def __init__(self, config: LingConfig, ranks: int, tokens: int) -> None:
+        self.config, self.ranks, self.tokens = config, ranks, tokens
+        self.rows: list[dict[str, object]] = []
+
+    def add(self, name: str, us: float, megabytes: float, peer: float | None = None) -> None:
+        self.rows.append({"kernel": name, "us": us, "mb": megabytes, "peer_us": peer})
+
+    def products(self) -> None:
+        for (n, k), tile in _TILES.items():
+            self.product(n, k, *tile)
+
+    def product(
+        self, n: int, k: int, block_n: int, block_k: int, warps: int, stages: int,
+        splits: int, prefetch: int,
+    ) -> None:  # fmt: skip
+        tile = {
+            "block_n": block_n, "block_k": block_k, "warps": warps, "stages": stages,
+            "prefetch": prefetch,
+        }  # fmt: skip
+        x, weights = draw(ROWS, k), [draw(n, k) for _ in range(max(2, _COLD // (2 * n * k)))]
+        out = torch.empty(splits, ROWS, n, device="cuda")
+        few, library = x[: self.tokens], draw(self.tokens, n)
+        ours = timed([lambda w=w: gemm16(x, w, out, **tile) for w in weights])
+        peer = timed([lambda w=w: torch.mm(few, w.t(), out=library) for w in weights])
+        self.add(f"gemm16 {n}x{k}", ours, 2 * n * k / 1e6, peer)
+
+    def kda(self) -> None:
+        config, layers = self.config, 35
+        heads, size = config.num_attention_heads // self.ranks, config.head_dim
+        width = heads * size
+        slots = [KDASlots.empty(heads, size, 4, torch.bfloat16, "cuda") for _ in range(layers)]
+        projected = [draw(ROWS, 5 * width + heads) for _ in range(layers)]
+        conv, a_log = draw(3 * width, 4), torch.rand(heads, device="cuda")
+        bias, out = torch.randn(width, device="cuda") - 2, torch.empty(ROWS, width, device="cuda")
+        start, live, turn = (number(value) for value in (3, self.tokens, 0))
+        us = timed(
+            [
+                lambda i=i: kda_verify(
+                    projected[i], conv, a_log, bias, slots[i], out, start_slot=start,
+                    live_rows=live, turn=turn, lower_bound=config.kda_lower_bound,
+                    block_v=4, warps=2,
+                )
+                for i in range(layers)
+            ]
+        )  # fmt: skip
+        state = 4 * heads * size * size * (1 + self.tokens) / 1e6
+        self.add("kda_verify", us, state, fla(heads, size, self.tokens, layers))
+
+    def norms(self) -> None:
+        hidden, chosen = self.config.hidden_size, self.config.num_experts_per_tok
+        residual, weight = draw(ROWS, hidden), draw(hidden)
+        out = torch.empty_like(residual)
+        parts = torch.randn(2, ROWS, hidden, device="cuda")
+        calls = [lambda: reduce_norm(parts, residual, weight, out, eps=1e-6)] * 50
+        self.add("reduce_norm", timed(calls), 0)
+        each = draw(ROWS, chosen + 1, hidden)
+        factors = torch.rand(ROWS, chosen + 1, device="cuda")
+        calls = [lambda: combine_norm(each, factors, residual, weight, out, eps=1e-6)] * 50
+        self.add("combine_norm", timed(calls), 0)
+        experts = self.config.num_experts
+        logits, bias = torch.randn(4, ROWS, experts, device="cuda"), draw(experts).float()
+        ids, factors = no_route(chosen), torch.zeros(ROWS, chosen + 1, device="cuda")
+        live = number(self.tokens)
+        calls = [
+            lambda: route(
+                logits, bias, live, ids, factors, groups=self.config.n_group,
+                kept_groups=self.config.topk_group, factor=self.config.routed_scaling_factor,
+                warps=4,
+            )
+        ] * 50  # fmt: skip
+        self.add("route", timed(calls), 0)
+
+    def experts(self, distinct: int) -> None:
+        config, layers = self.config, 6
+        count, hidden = config.num_experts + 1, config.hidden_size
+        inner = config.moe_intermediate_size // self.ranks
+        chosen = config.num_experts_per_tok
+        up = [draw(count, 2 * inner, hidden) for _ in range(layers)]
+        down = [draw(count, hidden, inner) for _ in range(layers)]
+        ids = [chosen_experts(config, self.tokens, distinct) for _ in range(layers)]
+        x, between = draw(ROWS, hidden), draw(1 + ROWS * chosen, ROWS, inner)
+        out = draw(ROWS, chosen + 1, hidden)
+
+        def go_up(i: int) -> None:
+            experts_up(x, up[i], ids[i], between, limit=7.0, shared_limit=0.0)
+
+        def go_down(i: int) -> None:
+            experts_down(between, down[i], ids[i], out)
+
+        def both(i: int) -> None:
+            go_up(i)
+            go_down(i)
+
+        megabytes = 2 * (distinct + 1) * inner * hidden / 1e6
+        for name, call, matrices in (
+            ("up", go_up, 2),
+            ("down", go_down, 1),
+            ("up + down", both, 3),
+        ):
+            us = timed([lambda i=i, call=call: call(i) for i in range(layers)])
+            self.add(f"experts {name}, {distinct} + shared", us, matrices * megabytes)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+
+
+def number(value: int) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device="cuda")
+
+
+def no_route(chosen: int) -> Tensor:
+    return torch.full((ROWS, chosen), -1, dtype=torch.int32, device="cuda")
+
+
+def chosen_experts(config: LingConfig, tokens: int, distinct: int) -> Tensor:
+    """``distinct`` experts in turn over the slots of ``tokens`` rows."""
+    chosen = config.num_experts_per_tok
+    pool = torch.randperm(config.num_experts)[:distinct]
+    ids = no_route(chosen)
+    turns = torch.arange(tokens * chosen) % distinct
+    ids[:tokens] = pool[turns].view(tokens, chosen).int().cuda()
+    return ids
+
+
+def fla(heads: int, size: int, tokens: int, layers: int) -> float | None:
+    """Microseconds of FLA's recurrent KDA on projections that are ready; None without it."""
+    try:
+        from fla.ops.kda import fused_recurrent_kda
+    except ImportError:
+        return None
+    rows = [draw(1, tokens, heads, size) for _ in range(layers)]
+    decays = [-torch.rand(1, tokens, heads, size, device="cuda") for _ in range(layers)]
+    beta = torch.rand(1, tokens, heads, device="cuda").bfloat16()
+    states = [torch.zeros(1, heads, size, size, device="cuda") for _ in range(layers)]
+    return timed(
+        [
+            lambda i=i: fused_recurrent_kda(
+                rows[i], rows[i], rows[i], decays[i], beta, initial_state=states[i],
+                output_final_state=True, use_qk_l2norm_in_kernel=True,
+            )
+            for i in range(layers)
+        ]
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = Path("configs/targets/ling-3.0-flash.json")
+    parser.add_argument("--config", type=Path, default=default)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=9)
+    parser.add_argument("--experts", type=int, nargs="+", default=[44, 68])
+    args = parser.parse_args()
+    bench = Bench(LingConfig.from_file(args.config), args.ranks, args.tokens)
+    bandwidth = read_bandwidth()
+    bench.products()
+    bench.kda()
+    bench.norms()
+    for distinct in args.experts:
+        bench.experts(distinct)
+    table = [
+        [
+            row["kernel"],
+            f"{row['us']:.2f}",
+            f"{row['mb'] / row['us']:.2f}" if row["mb"] else "",  # type: ignore[operator]
+            f"{row['peer_us']:.2f}" if row["peer_us"] else "",
+            f"{row['peer_us'] / row['us']:.2f}" if row["peer_us"] else "",  # type: ignore[operator]
+        ]
+        for row in bench.rows
+    ]
+    title = f"{args.tokens} rows, rank of {args.ranks}, {torch.cuda.get_device_name()}"
+    note = f"random weights; this device reads {bandwidth:.2f} TB/s"
+    print_table(title, ["kernel", "us", "TB/s", "library us", "ratio"], table, note=note)
+    commit = provenance.collect()["git_commit"]
+    print(json.dumps({"read_tb_s": bandwidth, "commit": commit, "kernels": bench.rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What the kernels of a decode step share: the row tile and launches that overlap.
+
+A step has at most 16 rows, so every product has one tile of `ROWS` rows, whatever the number of
+live ones: a row's arithmetic never depends on its neighbours. Programmatic dependent launch (PDL)
+lets a kernel start while the one before it ends. Each kernel then waits before it reads anything
+that a kernel has written, and lets the next one start right behind its own wait.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["ROWS", "begin", "flags"]
+
+ROWS = 16
+"""Rows of a tile: one tensor-core tile, and the most rows of a step."""
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Wait for the kernel before, and let the one behind start; no-op without PDL."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@functools.cache
+def _has_pdl(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def flags(like: torch.Tensor, pdl: bool | None = None) -> dict[str, Any]:
+    """Launch options for a kernel on the device of ``like``.
+
+    ``pdl`` None: where the GPU has it. ``WIDE`` asks for float32 products: Triton's interpreter,
+    which runs the kernels on a CPU, gets those of bfloat16 wrong.
+    """
+    on_gpu = like.device.type == "cuda"
+    overlap = on_gpu and _has_pdl(like.device) if pdl is None else pdl
+    more: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    return {"PDL": overlap, "WIDE": not on_gpu, **more}
