@@ -10,6 +10,7 @@ import torch
 
 from dspark.config import TargetSettings
 from dspark.errors import TargetError
+from dspark.provenance import read_object
 from dspark.target import catalog
 from dspark.target.base import Features, Rows, Target
 from dspark.target.config import LingConfig, is_ling
@@ -181,6 +182,9 @@ def load_tokenizer(settings: TargetSettings | str) -> Any:
                 f"target '{settings.path}' has no tokenizer: the directory holds none of "
                 f"{', '.join(_TOKENIZERS)}"
             ) from error
+        if Path(place).is_dir():
+            # what is wrong may be the config, which the tokenizer's class is read from
+            read_object(Path(place) / "config.json", TargetError)
         raise TargetError(_first_line(settings.path, error, " (tokenizer)")) from error
 
 

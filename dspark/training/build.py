@@ -69,9 +69,11 @@ def mask_token(
         if candidate not in taken and candidate not in used and candidate < target.vocab_size:
             log.info("mask token: %d, which the data never holds", candidate)
             return int(candidate)
+    free = (one for one in reversed(range(target.vocab_size)) if one not in {*taken, *special})
+    never = next((one for one in free if one not in used), None)
     raise ConfigError(
-        "the tokenizer has no special id without a use in the data: "
-        "set draft.mask_token_id to an id that never occurs"
+        "the tokenizer has no special id without a use in the data: set draft.mask_token_id to an "
+        + (f"id that never occurs, such as {never}" if never is not None else "id (all occur)")
     )
 
 

@@ -155,3 +155,7 @@ def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None
     with pytest.raises(TargetError, match=r"cannot load target '.*' \(tokenizer\): ") as caught:
         load_tokenizer(str(path))
     assert "HF_HUB_OFFLINE" not in str(caught.value)
+    for text, said in (("[1]", "must hold a JSON object, not list"), ("", "not valid JSON")):
+        (path / "config.json").write_text(text)
+        with pytest.raises(TargetError, match=rf"config\.json.* {said}"):
+            load_tokenizer(str(path))

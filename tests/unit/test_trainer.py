@@ -336,8 +336,14 @@ def test_the_mask_token_is_a_special_id_without_a_use() -> None:
     spare, start = ids["<|mask|>"], ids["<|im_start|>"]
     free = config_io.load(None).draft
     assert build.mask_token(free, tokenizer, target, used={start}) == spare
-    with pytest.raises(ConfigError, match="no special id"):
-        build.mask_token(free, tokenizer, target, used={start, spare})
+    used = {start, spare, 9}
+    with pytest.raises(ConfigError, match=r"no special id .*, such as ") as caught:
+        build.mask_token(free, tokenizer, target, used=used)
+    named = int(str(caught.value).rpartition(" ")[2])
+    given = config_io.load(None, [f"draft.mask_token_id={named}"]).draft
+    assert build.mask_token(given, tokenizer, target, used=used) == named
+    with pytest.raises(ConfigError, match=r"to an id \(all occur\)"):
+        build.mask_token(free, tokenizer, target, used=range(target.vocab_size))
     # rows of the target's table behind the tokenizer are free too
     padded = tiny_target(vocab_size=320)
     assert build.mask_token(free, tokenizer, padded, used={start, spare}) == len(tokenizer)
