@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.launch import ROWS, begin, flags
+from dspark.kernels.launch import ROWS, begin, dot, flags
 
 __all__ = ["experts_down", "experts_reference", "experts_up"]
 
@@ -81,14 +81,7 @@ def _up_kernel(
         left = tl.load(a + step)
         first = tl.load(w + step, mask=live, other=0.0, eviction_policy="evict_first")
         second = tl.load(w + INNER * D + step, mask=live, other=0.0, eviction_policy="evict_first")
-        if WIDE:
-            left = left.to(tl.float32)
-            first, second = first.to(tl.float32), second.to(tl.float32)
-            gate = tl.dot(left, first, gate, input_precision="ieee")
-            up = tl.dot(left, second, up, input_precision="ieee")
-        else:
-            gate = tl.dot(left, first, gate)
-            up = tl.dot(left, second, up)
+        gate, up = dot(left, first, gate, WIDE), dot(left, second, up, WIDE)
     # as the products of a library would be: rounded before the activation
     dtype = out.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
@@ -121,11 +114,7 @@ def _down_kernel(
     for step in range(0, INNER, BK):
         left = tl.load(a + step)
         right = tl.load(w + step, mask=live, other=0.0, eviction_policy="evict_first")
-        if WIDE:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-            total = tl.dot(left, right, total, input_precision="ieee")
-        else:
-            total = tl.dot(left, right, total)
+        total = dot(left, right, total, WIDE)
     place_of = out + (rows[:, None] * (X + 1) + slots[:, None]) * D + n[None, :]
     tl.store(place_of, total.to(out.dtype.element_ty), mask=live & (slots[:, None] >= 0))
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.launch import ROWS, begin, flags
+from dspark.kernels.launch import ROWS, begin, dot, flags
 
 __all__ = ["gemm16", "gemm16_reference"]
 
@@ -49,19 +49,11 @@ def _gemm16_kernel(
     first = tl.load(w, mask=live, other=0.0, eviction_policy="evict_first")
     begin(PDL)
     a = x + rows[:, None] * x_row + k[None, :]
-    left = tl.load(a)
-    if WIDE:
-        total = tl.dot(left.to(tl.float32), first.to(tl.float32), input_precision="ieee")
-    else:
-        total = tl.dot(left, first)
+    total = dot(tl.load(a), first, tl.zeros([ROWS, BN], tl.float32), WIDE)
     for step in range(BK, K_SPLIT, BK):
         left = tl.load(a + step)
         right = tl.load(w + step, mask=live, other=0.0, eviction_policy="evict_first")
-        if WIDE:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-            total = tl.dot(left, right, total, input_precision="ieee")
-        else:
-            total = tl.dot(left, right, total)
+        total = dot(left, right, total, WIDE)
     place = out + (tl.program_id(1) * ROWS + rows[:, None]) * N + n[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=live)
 

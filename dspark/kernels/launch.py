@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["ROWS", "begin", "flags"]
+__all__ = ["ROWS", "begin", "dot", "flags"]
 
 ROWS = 16
 """Rows of a tile: one tensor-core tile, and the most rows of a step."""
@@ -25,6 +25,17 @@ def begin(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def dot(left, right, total, WIDE: tl.constexpr):
+    """``total`` + ``left`` @ ``right``, in float32 throughout if ``WIDE``."""
+    if WIDE:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    else:
+        total = tl.dot(left, right, total)
+    return total
 
 
 @functools.cache
