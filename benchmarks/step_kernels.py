@@ -115,7 +115,7 @@ class Bench:
         heads, size = config.num_attention_heads // self.ranks, config.head_dim
         width = heads * size
         slots = [KDASlots.empty(heads, size, 4, torch.bfloat16, "cuda") for _ in range(layers)]
-        projected = [draw(ROWS, 5 * width + heads) for _ in range(layers)]
+        projected = [torch.randn(2, ROWS, 5 * width + heads, device="cuda") for _ in range(layers)]
         conv, a_log = draw(3 * width, 4), torch.rand(heads, device="cuda")
         bias, out = torch.randn(width, device="cuda") - 2, torch.empty(ROWS, width, device="cuda")
         start, live, turn = (number(value) for value in (3, self.tokens, 0))

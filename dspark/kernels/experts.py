@@ -131,9 +131,12 @@ def experts_up(
     block_k: int = 128,
     warps: int = 2,
     stages: int = 3,
+    most_rows: int = ROWS,
     pdl: bool | None = None,
 ) -> None:
     """SwiGLU of every expert that is needed, for all rows; a limit of 0 is none.
+
+    ``most_rows``: no step has more live rows, and there are programs for no more.
 
     Raises:
         ValueError: a shape does not fit, or ``block_k`` does not divide D.
@@ -146,7 +149,7 @@ def experts_up(
             f"[E + 1, 2 I, D] and out [{places}, {ROWS}, I], got {tuple(x.shape)}, "
             f"{tuple(weight.shape)} and {tuple(out.shape)}"
         )
-    _up_kernel[(places * triton.cdiv(width, block_n),)](
+    _up_kernel[((1 + most_rows * chosen) * triton.cdiv(width, block_n),)](
         x, weight, ids, out, limit or torch.inf, shared_limit or torch.inf,
         D=d, INNER=width, E=len(weight) - 1, X=chosen, XP=triton.next_power_of_2(chosen),
         BN=block_n, BK=block_k, ROWS=ROWS, num_warps=warps, num_stages=stages, **flags(x, pdl),
@@ -163,6 +166,7 @@ def experts_down(
     block_k: int = 64,
     warps: int = 4,
     stages: int = 3,
+    most_rows: int = ROWS,
     pdl: bool | None = None,
 ) -> None:
     """Each row's expert outputs, by slot; slots of rows that are not live keep what they hold.
@@ -179,7 +183,7 @@ def experts_down(
             f"weight [E + 1, D, I] and out [{ROWS}, X + 1, D], got {tuple(inner.shape)}, "
             f"{tuple(weight.shape)} and {tuple(out.shape)}"
         )
-    _down_kernel[(places * triton.cdiv(d, block_n),)](
+    _down_kernel[((1 + most_rows * chosen) * triton.cdiv(d, block_n),)](
         inner, weight, ids, out,
         D=d, INNER=width, E=len(weight) - 1, X=chosen, XP=triton.next_power_of_2(chosen),
         BN=block_n, BK=block_k, ROWS=ROWS, num_warps=warps, num_stages=stages, **flags(inner, pdl),

@@ -9,7 +9,7 @@ The state lies as [V, K]: a program owns some value channels of one head, each w
 so that a sum over K stays inside a warp. Source and definition: `target.kda`.
 
 Symbols: R = 16 rows, T live rows, H heads (of this rank), K key size, V value size (equal to it),
-W kernel of the short convolutions.
+W kernel of the short convolutions, S partial sums.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class KDASlots:
 @triton.jit
 def _kda_kernel(
     projected, conv, a_log, dt_bias, states, inputs, out, start_slot, live_rows, turn, LOWER,
-    H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
+    S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
@@ -89,21 +89,23 @@ def _kda_kernel(
     place = head * K * K + v[:, None] * K + k[None, :]
     state = tl.load(states + slot * (H * K * K) + place)  # [BV, K]
     # row 0 is on its way while nothing else is left to do; later ones while a row is computed
-    qn, kn, vn = tl.load(projected + qc), tl.load(projected + kc), tl.load(projected + vc)
-    fn = tl.load(projected + 3 * WIDTH + head * K + k)
-    bn = tl.load(projected + 5 * WIDTH + head)
+    PART: tl.constexpr = ROWS * ROW
+    dtype: tl.constexpr = inputs.dtype.element_ty
+    fc, bc = 3 * WIDTH + head * K + k, 5 * WIDTH + head
+    qn, kn = _whole(projected + qc, S, PART, dtype), _whole(projected + kc, S, PART, dtype)
+    vn, fn = _whole(projected + vc, S, PART, dtype), _whole(projected + fc, S, PART, dtype)
+    bn = _whole(projected + bc, S, PART, dtype)
     for t in range(count):
         q_raw, k_raw, v_raw, f, b = qn, kn, vn, fn, bn
         row = projected + tl.minimum(t + 1, ROWS - 1) * ROW
-        qn, kn, vn = tl.load(row + qc), tl.load(row + kc), tl.load(row + vc)
-        fn = tl.load(row + 3 * WIDTH + head * K + k)
-        bn = tl.load(row + 5 * WIDTH + head)
+        qn, kn = _whole(row + qc, S, PART, dtype), _whole(row + kc, S, PART, dtype)
+        vn, fn = _whole(row + vc, S, PART, dtype), _whole(row + fc, S, PART, dtype)
+        bn = _whole(row + bc, S, PART, dtype)
         here = new + t * 3 * WIDTH
         if tl.program_id(0) == 0:
             tl.store(here + qc, q_raw)
             tl.store(here + kc, k_raw)
         tl.store(here + vc, v_raw)
-        dtype = projected.dtype.element_ty
         query = _taps(qa, qb, qx, q_raw, q0, q1, q2, q3, dtype)
         key = _taps(ka, kb, kx, k_raw, k0, k1, k2, k3, dtype)
         value = _taps(va, vb, vx, v_raw, v0, v1, v2, v3, dtype)
@@ -120,6 +122,15 @@ def _kda_kernel(
 
 
 @triton.jit
+def _whole(part, S: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr):
+    """Sum of partial products, rounded as a product of a library would be."""
+    total = tl.load(part).to(tl.float32)
+    for s in tl.static_range(1, S):
+        total += tl.load(part + s * PART).to(tl.float32)
+    return total.to(dtype)
+
+
+@triton.jit
 def _taps(a, b, c, d, w0, w1, w2, w3, dtype: tl.constexpr):
     """Four taps and SiLU, rounded like the activations."""
     total = a.to(tl.float32) * w0.to(tl.float32) + b.to(tl.float32) * w1.to(tl.float32)
@@ -128,7 +139,7 @@ def _taps(a, b, c, d, w0, w1, w2, w3, dtype: tl.constexpr):
 
 
 def kda_verify(
-    projected: Tensor,  # [R, 5 H K + H]: q, k, v, f, g, b of every row
+    projected: Tensor,  # [S, R, 5 H K + H]: partial sums of q, k, v, f, g, b of every row
     conv: Tensor,  # [3 H K, W], of q, k and v
     a_log: Tensor,  # [H] float32
     dt_bias: Tensor,  # [H K] float32
@@ -153,7 +164,7 @@ def kda_verify(
     heads, size = a_log.shape[0], dt_bias.shape[0] // a_log.shape[0]
     width = heads * size
     shapes = {
-        "projected": (projected, (ROWS, 5 * width + heads)),
+        "projected": (projected, (len(projected), ROWS, 5 * width + heads)),
         "conv": (conv, (3 * width, 4)),
         "states": (slots.states, (ROWS + 1, heads, size, size)),
         "inputs": (slots.inputs, (2, 3 + ROWS, 3 * width)),
@@ -165,5 +176,6 @@ def kda_verify(
     _kda_kernel[(size // block_v, heads)](
         projected, conv, a_log, dt_bias, slots.states, slots.inputs, out,
         start_slot, live_rows, turn, lower_bound,
-        H=heads, K=size, BV=block_v, W=4, ROWS=ROWS, num_warps=warps, **flags(projected, pdl),
+        S=len(projected), H=heads, K=size, BV=block_v, W=4, ROWS=ROWS, num_warps=warps,
+        **flags(projected, pdl),
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """Between two sublayers: add up partial sums, add the residual, norm, and keep a tap.
 
+Where a residual begins, `embed_norm` looks it up, and `parts_norm` norms a sum that has none.
+
 One program a row, so that a row is added in one order whatever happens to the others. The sums of
 a sublayer come as S partial products (splits of K, or ranks), or as the outputs of a row's routed
 experts with their weights.
@@ -14,7 +16,14 @@ from torch import Tensor
 
 from dspark.kernels.launch import ROWS, begin, flags
 
-__all__ = ["combine_norm", "combine_norm_reference", "reduce_norm", "reduce_norm_reference"]
+__all__ = [
+    "combine_norm",
+    "combine_norm_reference",
+    "embed_norm",
+    "parts_norm",
+    "reduce_norm",
+    "reduce_norm_reference",
+]
 
 
 def reduce_norm_reference(
@@ -45,41 +54,49 @@ def combine_norm_reference(
 
 @triton.jit
 def _finish(
-    total, residual, weight, out, tap, place, d, live,
+    total, residual, weight, out, tap, row, tap_row, d, live,
     D: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
 ):  # fmt: skip
     """Row of parts -> residual, norm and tap; the roundings are those of the reference."""
     dtype = residual.dtype.element_ty
+    place = row * D + d
     old = tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
     new = (old + total.to(dtype).to(tl.float32)).to(dtype)
     tl.store(residual + place, new, mask=live)
     if TAP:
-        tl.store(tap + place, new, mask=live)
+        tl.store(tap + row * tap_row + d, new, mask=live)
+    _norm(new, weight, out + place, d, live, D, EPS)
+
+
+@triton.jit
+def _norm(new, weight, out, d, live, D: tl.constexpr, EPS: tl.constexpr):
+    """RMSNorm of one row, rounded before the weight as the modules do."""
     wide = new.to(tl.float32)
-    normed = (wide * tl.rsqrt(tl.sum(wide * wide) / D + EPS)).to(dtype)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide) / D + EPS)).to(new.dtype)
     scale = tl.load(weight + d, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + place, (normed.to(tl.float32) * scale).to(dtype), mask=live)
+    tl.store(out, (normed.to(tl.float32) * scale).to(new.dtype), mask=live)
 
 
 @triton.jit
 def _reduce_norm_kernel(
-    parts, residual, weight, out, tap,
+    parts, residual, weight, out, tap, tap_row,
     S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
     live = d < D
-    place = tl.program_id(0) * D + d
+    row = tl.program_id(0)
+    place = row * D + d
     begin(PDL)
     total = tl.zeros([BD], tl.float32)
     for part in tl.static_range(S):
         total += tl.load(parts + part * ROWS * D + place, mask=live, other=0.0).to(tl.float32)
-    _finish(total, residual, weight, out, tap, place, d, live, D, EPS, TAP)
+    _finish(total, residual, weight, out, tap, row, tap_row, d, live, D, EPS, TAP)
 
 
 @triton.jit
 def _combine_norm_kernel(
-    each, factors, residual, weight, out, tap,
+    each, factors, residual, weight, out, tap, tap_row,
     X: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
     PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +109,7 @@ def _combine_norm_kernel(
         factor = tl.load(factors + row * X + slot)
         part = tl.load(each + (row * X + slot) * D + d, mask=live, other=0.0).to(tl.float32)
         total += factor * part
-    _finish(total, residual, weight, out, tap, row * D + d, d, live, D, EPS, TAP)
+    _finish(total, residual, weight, out, tap, row, tap_row, d, live, D, EPS, TAP)
 
 
 def reduce_norm(
@@ -102,7 +119,7 @@ def reduce_norm(
     out: Tensor,  # [R, D]
     *,
     eps: float,
-    tap: Tensor | None = None,  # [R, D], a copy of the new residual
+    tap: Tensor | None = None,  # [R, D], a copy of the new residual; rows may have a stride
     pdl: bool | None = None,
 ) -> None:
     """`reduce_norm_reference`, in place; nothing is allocated.
@@ -117,7 +134,7 @@ def reduce_norm(
         )
     d = residual.shape[1]
     _reduce_norm_kernel[(ROWS,)](
-        parts, residual, weight, out, residual if tap is None else tap,
+        parts, residual, weight, out, *_tap(residual, tap),
         S=parts.shape[0], D=d, BD=triton.next_power_of_2(d), EPS=eps, TAP=tap is not None,
         ROWS=ROWS, num_warps=8, **flags(residual, pdl),
     )  # fmt: skip
@@ -147,10 +164,118 @@ def combine_norm(
             f"{tuple(each.shape)} and {tuple(factors.shape)}"
         )
     _combine_norm_kernel[(ROWS,)](
-        each, factors, residual, weight, out, residual if tap is None else tap,
+        each, factors, residual, weight, out, *_tap(residual, tap),
         X=factors.shape[1], D=d, BD=triton.next_power_of_2(d), EPS=eps, TAP=tap is not None,
         num_warps=8, **flags(residual, pdl),
     )  # fmt: skip
+
+
+@triton.jit
+def _parts_norm_kernel(
+    parts, weight, out, part_stride, row_stride,
+    S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr,
+    PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BD)
+    live = d < D
+    row = tl.program_id(0)
+    begin(PDL)
+    total = tl.zeros([BD], tl.float32)
+    for part in tl.static_range(S):
+        place = parts + part * part_stride + row * row_stride + d
+        total += tl.load(place, mask=live, other=0.0).to(tl.float32)
+    _norm(total.to(out.dtype.element_ty), weight, out + row * D + d, d, live, D, EPS)
+
+
+@triton.jit
+def _embed_norm_kernel(
+    first, others, count, table, weight, residual, out, live_rows, done,
+    FILL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BD)
+    live = d < D
+    row = tl.program_id(0)
+    begin(PDL)
+    token = tl.load(first)
+    if FILL >= 0:
+        token = tl.where(row == 0, token, FILL)
+    else:
+        rows = tl.where(tl.load(done) != 0, 0, tl.load(count) + 1)
+        if row == 0:
+            tl.store(live_rows, rows)
+        # rows that are not live are the anchor's: any finite values would do
+        other = tl.load(others + tl.maximum(row - 1, 0))
+        token = tl.where((row == 0) | (row >= rows), token, other)
+    new = tl.load(table + token.to(tl.int64) * D + d, mask=live, other=0.0)
+    tl.store(residual + row * D + d, new, mask=live)
+    _norm(new, weight, out + row * D + d, d, live, D, EPS)
+
+
+def parts_norm(
+    parts: Tensor,  # [S, R, D] float32 or the dtype of `out`; parts and rows may have strides
+    weight: Tensor,  # [D]
+    out: Tensor,  # [R, D]
+    *,
+    eps: float,
+    pdl: bool | None = None,
+) -> None:
+    """RMSNorm of a sum that belongs to no residual, rounded to the dtype of ``out`` first.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    d = out.shape[1]
+    if parts.shape[1:] != out.shape or weight.shape != (d,) or parts.stride(2) != 1:
+        raise ValueError(
+            f"parts_norm wants parts [S, {ROWS}, D], weight [D] and out [{ROWS}, D], got "
+            f"{tuple(parts.shape)}, {tuple(weight.shape)} and {tuple(out.shape)}"
+        )
+    _parts_norm_kernel[(ROWS,)](
+        parts, weight, out, parts.stride(0), parts.stride(1),
+        S=parts.shape[0], D=d, BD=triton.next_power_of_2(d), EPS=eps,
+        num_warps=8, **flags(out, pdl),
+    )  # fmt: skip
+
+
+def embed_norm(
+    first: Tensor,  # [1] int32, the token of row 0
+    table: Tensor,  # [V, D]
+    weight: Tensor,  # [D]
+    residual: Tensor,  # [R, D]
+    out: Tensor,  # [R, D]
+    *,
+    eps: float,
+    fill: int | None = None,
+    proposals: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    pdl: bool | None = None,
+) -> None:
+    """Rows of the embedding into ``residual``, and their RMSNorm.
+
+    Behind the token of row 0 stand ``fill`` (a draft's block), or ``proposals``: tokens [R] int32,
+    their count [1] int32, where to write the number of live rows [1] int32, and a flag [1] int32
+    that makes it zero.
+
+    Raises:
+        ValueError: a shape does not fit, or not one of the two is given.
+    """
+    _check(residual, weight, out, None)
+    if table.shape[1] != residual.shape[1] or (fill is None) == (proposals is None):
+        raise ValueError(
+            f"embed_norm wants a table [V, {residual.shape[1]}] and either fill or proposals, got "
+            f"{tuple(table.shape)}, {fill} and {proposals}"
+        )
+    tokens, count, live_rows, done = proposals or (first, first, first, first)
+    d = residual.shape[1]
+    _embed_norm_kernel[(ROWS,)](
+        first, tokens, count, table, weight, residual, out, live_rows, done,
+        FILL=-1 if fill is None else fill, D=d, BD=triton.next_power_of_2(d), EPS=eps,
+        ROWS=ROWS, num_warps=8, **flags(residual, pdl),
+    )  # fmt: skip
+
+
+def _tap(residual: Tensor, tap: Tensor | None) -> tuple[Tensor, int]:
+    return (residual, 0) if tap is None else (tap, tap.stride(0))
 
 
 def _check(residual: Tensor, weight: Tensor, out: Tensor, tap: Tensor | None) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark.kernels.gemm16 import gemm16_reference
 from dspark.kernels.kda_verify import KDASlots, kda_verify
 from dspark.target import kda
 from dspark.target.config import LingConfig
@@ -35,10 +36,11 @@ class Kernel:
         self.start = torch.zeros(1, dtype=torch.int32, device=device)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def __call__(self, x: Tensor, live: int, block_v: int = 16) -> Tensor:
+    def __call__(self, x: Tensor, live: int, block_v: int = 16, splits: int = 1) -> Tensor:
         out = torch.full((16, self.layer.heads * self.layer.size), torch.nan, device=x.device)
+        parts = gemm16_reference(x, self.weight, splits)
         kda_verify(
-            (x @ self.weight.T).contiguous(), self.conv, self.layer.A_log, self.layer.dt_bias,
+            parts, self.conv, self.layer.A_log, self.layer.dt_bias,
             self.slots, out, start_slot=self.start,
             live_rows=torch.tensor([live], dtype=torch.int32, device=x.device),
             turn=self.turn, lower_bound=CONFIG.kda_lower_bound, block_v=block_v,
@@ -80,9 +82,11 @@ def test_steps_and_rejections_are_those_of_the_layer(
     layer = tiny_layer(seed, device)
     kernel, reference = Kernel(layer, device), Reference(layer, monkeypatch, device)
     generator = torch.Generator().manual_seed(seed)
-    for live, kept in [(9, 4), (5, 5), (16, 1), (1, 1), (9, 9), (16, 16), (7, 3), (2, 1)]:
+    for step, (live, kept) in enumerate(
+        [(9, 4), (5, 5), (16, 1), (1, 1), (9, 9), (16, 16), (7, 3), (2, 1)]
+    ):
         x = torch.randn(16, CONFIG.hidden_size, generator=generator).to(device)
-        out, expected = kernel(x, live, block_v=8), reference(x, live)
+        out, expected = kernel(x, live, block_v=8, splits=1 + step % 2), reference(x, live)
         torch.testing.assert_close(out[:live], expected, rtol=1e-4, atol=1e-5)
         assert out[live:].isnan().all()
         kernel.commit(kept)

@@ -9,6 +9,8 @@ from torch import Tensor
 from dspark.kernels.reduce_norm import (
     combine_norm,
     combine_norm_reference,
+    embed_norm,
+    parts_norm,
     reduce_norm,
     reduce_norm_reference,
 )
@@ -89,6 +91,57 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
         assert torch.equal(mine[3:7], theirs[3:7])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tap_is_a_slice_of_wider_rows(dtype: torch.dtype, device: torch.device) -> None:
+    taps = torch.full((16, 96), torch.nan, dtype=dtype, device=device)
+    residual = drawn(16, 32, seed=0, device=device, dtype=dtype)
+    out, weight = torch.zeros_like(residual), torch.ones(32, dtype=dtype, device=device)
+    parts = drawn(2, 16, 32, seed=1, device=device, dtype=torch.float32)
+    reduce_norm(parts, residual, weight, out, eps=EPS, tap=taps[:, 32:64])
+    assert torch.equal(taps[:, 32:64], residual)
+    assert taps[:, :32].isnan().all()
+    assert taps[:, 64:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_sum_without_residual_is_normed(
+    dtype: torch.dtype, seed: int, device: torch.device
+) -> None:
+    wide = drawn(3, 16, 100, seed=seed, device=device, dtype=torch.float32)
+    norm = RMSNorm(72, EPS).to(device, dtype)
+    norm.weight.data.copy_(drawn(72, seed=seed + 1, device=device, dtype=dtype))
+    out = torch.full((16, 72), torch.nan, dtype=dtype, device=device)
+    parts_norm(wide[:, :, 8:80], norm.weight.data, out, eps=EPS)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    expected = norm(wide[:, :, 8:80].sum(0).to(dtype))
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_rows_of_a_step_are_looked_up_and_counted(device: torch.device) -> None:
+    def number(value: int) -> Tensor:
+        return torch.tensor([value], dtype=torch.int32, device=device)
+
+    table = drawn(50, 48, seed=0, device=device, dtype=torch.float32)
+    norm = RMSNorm(48, EPS).to(device)
+    proposals = torch.arange(30, 46, dtype=torch.int32, device=device)
+    for count, done, rows in ((0, 0, 1), (7, 0, 8), (15, 0, 16), (7, 2, 0)):
+        residual, out = (torch.full((16, 48), torch.nan, device=device) for _ in range(2))
+        live = number(-5)
+        embed_norm(
+            number(3), table, norm.weight.data, residual, out, eps=EPS,
+            proposals=(proposals, number(count), live, number(done)),
+        )  # fmt: skip
+        assert int(live) == rows
+        tokens = [3, *range(30, 45)]
+        expected = table[tokens[: max(rows, 1)]]
+        assert torch.equal(residual[: len(expected)], expected)
+        assert residual.isfinite().all()
+        torch.testing.assert_close(out[: len(expected)], norm(expected), rtol=1e-5, atol=1e-5)
+    embed_norm(number(3), table, norm.weight.data, residual, out, eps=EPS, fill=49)
+    assert torch.equal(residual, table[[3] + [49] * 15])
+
+
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     rows, weight = torch.zeros(16, 32, device=device), torch.zeros(32, device=device)
     with pytest.raises(ValueError, match="reduce_norm wants"):
@@ -98,5 +151,9 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
             torch.zeros(16, 3, 32, device=device), torch.zeros(16, 4, device=device),
             rows, weight, rows, eps=EPS,
         )  # fmt: skip
+    with pytest.raises(ValueError, match="parts_norm wants"):
+        parts_norm(torch.zeros(2, 16, 33, device=device), weight, rows, eps=EPS)
+    with pytest.raises(ValueError, match="either fill or proposals"):
+        embed_norm(torch.zeros(1, dtype=torch.int32), rows, weight, rows, rows, eps=EPS)
     with pytest.raises(ValueError, match="residual, out and tap"):
         reduce_norm(torch.zeros(2, 16, 32, device=device), rows, weight[:9], rows, eps=EPS)

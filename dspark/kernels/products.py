@@ -1,0 +1,137 @@
+"""Products of few rows whose inputs are made on the way: a gated norm, and SwiGLU before it.
+
+Symbols: R = 16 rows, N outputs, K inputs, S partial sums, H heads, X head size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dspark.kernels.launch import ROWS, begin, dot, flags
+
+__all__ = ["gated_gemm16", "gated_reference", "swiglu16"]
+
+
+def gated_reference(
+    core: Tensor,  # [R, H X] float32
+    gate: Tensor,  # [R, H X]
+    norm_weight: Tensor,  # [X]
+    eps: float,
+) -> Tensor:  # [R, H X] in the dtype of `gate`
+    """RMSNorm of every head, times the sigmoid of the gate: what `target.kda` feeds to o_proj."""
+    heads = core.view(len(core), -1, norm_weight.shape[0])
+    normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
+    return (normed.flatten(1) * torch.sigmoid(gate.float())).to(gate.dtype)
+
+
+@triton.jit
+def _gated_kernel(
+    core, gate, norm_weight, weight, out, N, part_stride, row_stride, EPS,
+    S: tl.constexpr, K: tl.constexpr, X: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, ROWS)[:, None]
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    x = tl.arange(0, X)
+    live = n[None, :] < N
+    first = tl.program_id(1) * HEADS * X
+    w = weight + n[None, :].to(tl.int64) * K + first + x[:, None]
+    scale = tl.load(norm_weight + x).to(tl.float32)[None, :]
+    dtype = weight.dtype.element_ty
+    right = tl.load(w, mask=live, other=0.0, eviction_policy="evict_first")
+    begin(PDL)
+    total = tl.zeros([ROWS, BN], tl.float32)
+    for head in range(HEADS):
+        at = first + head * X + x[None, :]
+        raw = tl.load(core + rows * K + at)
+        z = tl.load(gate + rows * row_stride + at).to(tl.float32)
+        for part in tl.static_range(1, S):
+            z += tl.load(gate + part * part_stride + rows * row_stride + at).to(tl.float32)
+        z = z.to(dtype).to(tl.float32)
+        raw = raw * tl.rsqrt(tl.sum(raw * raw, 1) / X + EPS)[:, None] * scale
+        left = (raw * tl.sigmoid(z)).to(dtype)
+        total = dot(left, right, total, WIDE)
+        if head + 1 < HEADS:
+            after = w + (head + 1) * X
+            right = tl.load(after, mask=live, other=0.0, eviction_policy="evict_first")
+    place = out + (tl.program_id(1) * ROWS + rows) * N + n[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _swiglu_kernel(
+    parts, out, WIDTH, S: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < WIDTH
+    begin(PDL)
+    gate = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(S):
+        place = parts + (part * ROWS + row) * 2 * WIDTH + at
+        gate += tl.load(place, mask=live, other=0.0).to(tl.float32)
+        up += tl.load(place + WIDTH, mask=live, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    inner = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up
+    tl.store(out + row * WIDTH + at, inner.to(dtype), mask=live)
+
+
+def gated_gemm16(
+    core: Tensor,  # [R, K] float32, K = H X
+    gate: Tensor,  # [S, R, K] partial sums; parts and rows may have strides
+    norm_weight: Tensor,  # [X]
+    weight: Tensor,  # [N, K]
+    out: Tensor,  # [P, R, N] float32, a partial product for each of P parts of the heads
+    *,
+    eps: float,
+    block_n: int = 64,
+    warps: int = 4,
+    stages: int = 3,
+    pdl: bool | None = None,
+) -> None:
+    """`gated_reference` times ``weight``, as `gemm16` multiplies; a head is one step over K.
+
+    Raises:
+        ValueError: a shape does not fit, or the parts do not divide the heads.
+    """
+    (n, k), size, parts = weight.shape, norm_weight.shape[0], out.shape[0]
+    fits = core.shape == (ROWS, k) and gate.shape[1:] == (ROWS, k) and out.shape[1:] == (ROWS, n)
+    if not fits or k % (size * parts) or gate.stride(2) != 1 or not out.is_contiguous():
+        raise ValueError(
+            f"gated_gemm16 wants core [{ROWS}, K], gate [S, {ROWS}, K], weight [N, K], out "
+            f"[P, {ROWS}, N] and P parts of whole heads, got {tuple(core.shape)}, "
+            f"{tuple(gate.shape)}, {tuple(weight.shape)}, {tuple(out.shape)} and heads of {size}"
+        )
+    _gated_kernel[(triton.cdiv(n, block_n), parts)](
+        core, gate, norm_weight, weight, out, n, gate.stride(0), gate.stride(1), eps,
+        S=gate.shape[0], K=k, X=size, HEADS=k // size // parts, BN=block_n, ROWS=ROWS,
+        num_warps=warps, num_stages=stages, **flags(core, pdl),
+    )  # fmt: skip
+
+
+def swiglu16(
+    parts: Tensor,  # [S, R, 2 I], gate first
+    out: Tensor,  # [R, I]
+    *,
+    block: int = 256,
+    pdl: bool | None = None,
+) -> None:
+    """silu(gate) x up of the summed parts, each rounded to the dtype of ``out``.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    width = out.shape[1]
+    if parts.shape[1:] != (ROWS, 2 * width) or not parts.is_contiguous() or len(out) != ROWS:
+        raise ValueError(
+            f"swiglu16 wants contiguous parts [S, {ROWS}, 2 I] and out [{ROWS}, I], got "
+            f"{tuple(parts.shape)} and {tuple(out.shape)}"
+        )
+    _swiglu_kernel[(triton.cdiv(width, block), ROWS)](
+        parts, out, width, S=parts.shape[0], BLOCK=block, ROWS=ROWS, num_warps=4,
+        **flags(out, pdl),
+    )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Tiles of the weight-streaming products: measured for known shapes, a rule for the others.
+
+A rule must not depend on the number of live rows: the order of sums would, and with it the output.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["Tile", "tile_for"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Parameters of `gemm16` for one shape."""
+
+    block_n: int
+    block_k: int
+    warps: int = 4
+    stages: int = 3
+    splits: int = 1
+    """Parts of K, of which each gives a partial sum."""
+    prefetch: int = 0
+
+    def options(self) -> dict[str, int]:
+        """Keywords of `gemm16`."""
+        return {
+            "block_n": self.block_n,
+            "block_k": self.block_k,
+            "warps": self.warps,
+            "stages": self.stages,
+            "prefetch": self.prefetch,
+        }
+
+
+_MEASURED = {
+    # (outputs, inputs), one rank of four of Ling-3.0-flash, on an H200
+    (5128, 2560): Tile(32, 128, 2, 4, 2),
+    (3072, 2560): Tile(32, 128, 4, 3, 4),
+    (2560, 1024): Tile(64, 128, 4, 3, 2, 2),
+    (512, 2560): Tile(32, 128, 4, 3, 4, 4),
+    (39296, 2560): Tile(128, 128, 4, 3),
+}
+_WANTED = 264
+"""Programs that keep the memory of a large GPU busy: two a multiprocessor."""
+
+
+def tile_for(n: int, k: int) -> Tile:
+    """Tile of a product with ``n`` outputs and ``k`` inputs.
+
+    Raises:
+        ValueError: ``k`` is no multiple of 16.
+    """
+    if k % 16:
+        raise ValueError(f"a product needs a multiple of 16 inputs, got {k}")
+    if (n, k) in _MEASURED:
+        return _MEASURED[n, k]
+    block_k = next(size for size in (128, 64, 32, 16) if k % size == 0)
+    block_n = 128 if n >= 64 * _WANTED else 32
+    tiles = -(-n // block_n)
+    divisors = [s for s in range(1, 9) if k // block_k % s == 0]
+    splits = next((s for s in divisors if s * tiles >= _WANTED), divisors[-1])
+    return Tile(block_n, block_k, splits=splits)

@@ -1,0 +1,74 @@
+"""Decode prompts with a `GraphStep`: the same commits as `decoding.stream`, two launches ahead."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from dspark.decoding import Commit, DecodeParams, check_request
+from dspark.decoding.loop import stop_ids
+from dspark.errors import RunError
+from dspark.kernels.accept import Done
+from dspark.serving.graph.step import GraphStep, StepRecord
+
+__all__ = ["GraphDecoder"]
+
+_DEPTH = 2
+"""Launches in the queue: while one runs the next one waits behind it."""
+_PATIENCE_S = 30.0
+_NAP_S = 20e-6
+
+
+class GraphDecoder:
+    """Batch-1 decoding; one `stream` at a time."""
+
+    def __init__(self, step: GraphStep) -> None:
+        self.step = step
+
+    def stream(self, prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
+        """As `decoding.stream`; a caller that stops early ends the request on the device.
+
+        Raises:
+            ConfigError: the prompt does not fit, or the sampling is none the kernels know.
+            RunError: the device gave NaN, or no result for 30 s.
+        """
+        step = self.step
+        check_request(step.target, len(prompt_ids), 1)
+        begun = time.perf_counter()
+        first = step.begin(prompt_ids, params)
+        left = min(params.max_new_tokens, step.context - len(prompt_ids)) - 1
+        reason = "stop" if first in stop_ids(step.target, params) else None
+        reason = reason or ("length" if left == 0 else None)
+        yield Commit([first], reason, None, 0, time.perf_counter() - begun)
+        if reason is not None:
+            return
+        begun, clock = time.perf_counter(), 0
+        reading = step.launched
+        try:
+            while True:
+                while step.launched - reading < _DEPTH:
+                    step.launch()
+                record = self._wait(reading)
+                reading += 1
+                if record.done == Done.NOT_A_NUMBER:
+                    raise RunError("the target's logits hold no number; the request was ended")
+                elapsed = (record.clock_ns - clock) / 1e9 if clock else time.perf_counter() - begun
+                clock = record.clock_ns
+                reason = {Done.STOP: "stop", Done.LENGTH: "length"}.get(record.done)
+                yield Commit(
+                    record.token_ids, reason, record.num_proposed, record.num_accepted, elapsed
+                )
+                if reason is not None:
+                    return
+        finally:
+            # what is queued behind the end finds the request done, and must be over before the next
+            step.abort()
+            while reading < step.launched:
+                self._wait(reading)
+                reading += 1
+
+    def _wait(self, serial: int) -> StepRecord:
+        end = time.monotonic() + _PATIENCE_S
+        while (record := self.step.read(serial)) is None:
+            if time.monotonic() > end:
+                raise RunError(f"step {serial} gave no result for {_PATIENCE_S:.0f} s")
+            time.sleep(_NAP_S)
+        return record

@@ -1,0 +1,117 @@
+"""Launches of the draft: committed rows into its context, then a block, then its proposals.
+
+Symbols: R = 16 rows, K slots, C candidates of a slot.
+"""
+
+import torch
+
+from dspark.kernels.accept import Field, Real
+from dspark.kernels.draft_attention import draft_append, draft_attend, draft_combine
+from dspark.kernels.launch import ROWS
+from dspark.kernels.products import swiglu16
+from dspark.kernels.proposals import chain, pair_bias, shortlist
+from dspark.kernels.reduce_norm import embed_norm, parts_norm, reduce_norm
+from dspark.serving.graph.arena import SHORTLIST_EACH, SHORTLIST_PARTS, Arena, Caches
+from dspark.serving.graph.target_body import head_logits, product
+from dspark.serving.graph.weights import DraftWeights, TargetWeights
+
+__all__ = ["DraftBody"]
+
+
+class DraftBody:
+    """Calls every kernel of the draft's part once."""
+
+    def __init__(
+        self,
+        weights: DraftWeights,
+        target: TargetWeights,
+        arena: Arena,
+        caches: Caches,
+        ranks: int = 1,
+        rank: int = 0,
+    ) -> None:
+        self.weights, self.target, self.arena, self.caches = weights, target, arena, caches
+        width = weights.fc.shape[1]
+        # with several ranks each multiplies its share of the taps
+        self.taps = arena.taps[:, rank * width : (rank + 1) * width] if ranks > 1 else arena.taps
+
+    def __call__(self) -> None:
+        self.inject()
+        self.block()
+        self.propose()
+
+    def inject(self) -> None:
+        """Keys and values of the rows that the last step kept."""
+        weights, arena = self.weights, self.arena
+        assert self.caches.keys is not None
+        assert self.caches.values is not None
+        parts = product(arena, "fc", self.taps, weights.fc)
+        parts_norm(parts, weights.context_norm, arena.normed, eps=weights.eps)
+        projected = product(arena, "context", arena.normed, weights.context)
+        draft_append(
+            projected, weights.context_k_norms, weights.inverse, self.caches.keys,
+            self.caches.values, base=arena.of(Field.INJECT_BASE),
+            count=arena.of(Field.INJECT_COUNT), eps=weights.eps,
+        )  # fmt: skip
+
+    def block(self) -> None:
+        """The block's hidden states behind the final norm, in `arena.normed`."""
+        weights, arena = self.weights, self.arena
+        assert self.caches.keys is not None
+        assert self.caches.values is not None
+        heads, size, slots = weights.heads, weights.size, weights.block_size
+        embed_norm(
+            arena.of(Field.ANCHOR), self.target.embedding, weights.layers[0].norm,
+            arena.residual, arena.normed, eps=weights.eps, fill=weights.mask_token_id,
+        )  # fmt: skip
+        lanes = arena.lanes
+        total = arena.scratch("draft total", (lanes, ROWS, heads, size))
+        peaks = arena.scratch("draft peaks", (lanes, ROWS, heads))
+        masses = arena.scratch("draft masses", (lanes, ROWS, heads))
+        mixed = arena.scratch("draft mixed", (ROWS, heads * size), arena.dtype)
+        for index, layer in enumerate(weights.layers):
+            projected = product(arena, "draft qkv", arena.normed, layer.qkv)
+            draft_attend(
+                projected, layer.q_norm, layer.k_norm, weights.inverse,
+                self.caches.keys[index], self.caches.values[index], total, peaks, masses,
+                context=arena.of(Field.CURSOR), slots=slots, eps=weights.eps, scale=size**-0.5,
+            )  # fmt: skip
+            draft_combine(total, peaks, masses, mixed, slots=slots)
+            out = product(arena, "mixed", mixed, layer.out)
+            reduce_norm(out, arena.residual, layer.ffn_norm, arena.normed, eps=weights.eps)
+            parts = product(arena, "gate up", arena.normed, layer.gate_up)
+            inner = arena.scratch("draft inner", (ROWS, layer.down.shape[1]), arena.dtype)
+            swiglu16(parts, inner)
+            out = product(arena, "fed", inner, layer.down)
+            last = index + 1 == len(weights.layers)
+            after = weights.norm if last else weights.layers[index + 1].norm
+            reduce_norm(out, arena.residual, after, arena.normed, eps=weights.eps)
+
+    def propose(self) -> None:
+        """Tokens for the slots, one after the other, and how many."""
+        weights, arena, slots = self.weights, self.arena, self.weights.block_size
+        logits = head_logits(arena, self.target.head)
+        count = SHORTLIST_PARTS * SHORTLIST_EACH
+        values = arena.scratch("candidates", (slots, count))
+        ids = arena.scratch("candidate ids", (slots, count), torch.int32)
+        shortlist(logits, values, ids, slots=slots, per_part=SHORTLIST_EACH, parts=SHORTLIST_PARTS)
+        bias = confidence = None
+        w1, w2 = weights.markov or (None, None)
+        if weights.markov is not None:
+            bias = arena.scratch("bias", (slots, count, count))
+        conf_weight, conf_bias = weights.confidence or (None, None)
+        if weights.confidence is not None:
+            confidence = arena.scratch("confidence", (slots, count))
+        if bias is not None or confidence is not None:
+            pair_bias(
+                ids, arena.of(Field.ANCHOR), w1, w2, arena.normed, conf_weight, conf_bias, bias,
+                confidence, slots=slots,
+            )  # fmt: skip
+        chain(
+            values, ids, bias, confidence, arena.proposals, arena.of(Field.COUNT),
+            position=arena.of(Field.CURSOR), limit=arena.of(Field.LIMIT),
+            threshold=arena.real(Real.THRESHOLD), temperature=arena.real(Real.TEMPERATURE),
+            top_p=arena.real(Real.TOP_P), top_k=arena.of(Field.TOP_K),
+            min_p=arena.real(Real.MIN_P), seed_low=arena.of(Field.SEED_LOW),
+            seed_high=arena.of(Field.SEED_HIGH), slots=slots,
+        )  # fmt: skip

@@ -1,0 +1,63 @@
+"""From a prompt to the state that the first step starts from.
+
+The prompt is read by the target's own modules; what they remember is put where the kernels look for
+it, and the draft's context is filled from the taps of the whole prompt.
+
+Symbols: S positions, F tapped layers, D hidden, J key/value heads and X head size of the draft.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.serving.graph.arena import Caches
+from dspark.serving.graph.weights import DraftWeights
+from dspark.target.state import LingCache
+
+__all__ = ["fill_context", "hand_over"]
+
+_PIECE = 4096
+
+
+def hand_over(cache: LingCache, caches: Caches) -> None:
+    """Put a prompt's state into ``caches``, as behind a step that kept no row of turn 0."""
+    for index, state in cache.kda.items():
+        slots = caches.kda[index]
+        slots.states[0] = state.state[0].transpose(1, 2)
+        slots.inputs[0, : state.tail.shape[1]] = state.tail[0]
+    for index, latent in cache.latents.items():
+        caches.latents[index][: cache.length] = latent.held[0, : cache.length]
+
+
+def fill_context(
+    draft: DraftWeights,
+    caches: Caches,
+    taps: Tensor,  # [S, F D] (of this rank's inputs)
+    start: int = 0,
+) -> None:
+    """Keys and values of the draft for positions ``start``...: `DSparkDraftModel.extend`."""
+    assert caches.keys is not None
+    assert caches.values is not None
+    for first in range(0, len(taps), _PIECE):
+        piece = taps[first : first + _PIECE].to(draft.fc.dtype)
+        rows = _norm(F.linear(piece, draft.fc), draft.context_norm, draft.eps)
+        at = start + first + torch.arange(len(piece), device=taps.device)
+        angles = at[:, None].float() * draft.inverse
+        angles = torch.cat([angles, angles], -1)
+        cos, sin = angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)
+        here = slice(start + first, start + first + len(piece))
+        # a layer at a time: those of all layers together are ten times as wide as the rows
+        for layer, weight in enumerate(draft.context.chunk(len(draft.layers))):
+            both = F.linear(rows, weight).view(len(piece), 2, draft.groups, draft.size)
+            key = _norm(both[:, 0], draft.context_k_norms[layer], draft.eps)
+            left, right = key.chunk(2, -1)
+            turned = torch.cat([-right, left], -1)
+            key = key * cos[:, None] + turned * sin[:, None]
+            caches.keys[layer, :, here] = key.transpose(0, 1)
+            caches.values[layer, :, here] = both[:, 1].transpose(0, 1)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)

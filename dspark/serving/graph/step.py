@@ -1,0 +1,254 @@
+"""One round of speculative decoding as one launch: draft, verify, accept, commit.
+
+All that changes from step to step lies on the device, so that the host launches the next step
+before it has read the last one's result, and never waits for the device. On a GPU the launches are
+captured once into a graph; on a CPU the same kernels run one by one through Triton's interpreter,
+which is for tests.
+
+Symbols: V vocabulary, F tapped layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.decoding import DecodeParams, SamplingParams, draft_limit
+from dspark.decoding.loop import stop_ids
+from dspark.decoding.sampling import pick
+from dspark.draft import DSparkDraftModel
+from dspark.errors import ConfigError
+from dspark.kernels.accept import RING, STOP_IDS, Done, Field, Real, Record, accept
+from dspark.serving.graph.arena import MOST_SCHEDULE, Arena, Caches
+from dspark.serving.graph.draft_body import DraftBody
+from dspark.serving.graph.prompt import fill_context, hand_over
+from dspark.serving.graph.target_body import TargetBody
+from dspark.serving.graph.weights import DraftWeights, TargetWeights, unsupported
+from dspark.target import LingTarget
+
+__all__ = ["GraphStep", "StepRecord"]
+
+_LANES = 64
+"""Programs a head group that share the context of an attention."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one launch did."""
+
+    serial: int
+    token_ids: list[int]
+    num_accepted: int
+    num_proposed: int
+    done: Done
+    clock_ns: int
+    """Device time at which it was committed."""
+    cursor: int
+    """Tokens that were committed before it."""
+
+
+class GraphStep:
+    """Decoding state of one sequence at a time, on the device.
+
+    Args:
+        context: positions of a prompt and its output together.
+        num_draft_tokens: proposals a round; None: `draft_limit`'s default.
+        embedding: the whole embedding table, where ``target`` is one rank of several.
+
+    Raises:
+        ConfigError: the kernels cannot run these models, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        target: LingTarget,
+        draft: DSparkDraftModel | None,
+        *,
+        context: int,
+        num_draft_tokens: int | None = None,
+        embedding: Tensor | None = None,
+    ) -> None:
+        if reason := unsupported(target.model, draft):
+            raise ConfigError(f"the graph engine cannot run this: {reason}")
+        if not 1 <= context <= target.max_position_embeddings:
+            raise ConfigError(
+                f"context must lie in 1..{target.max_position_embeddings}, got {context}"
+            )
+        self.target, self.context = target, context
+        self.limit = 0 if draft is None else draft_limit(draft.block_size, num_draft_tokens)
+        model = target.model
+        with torch.no_grad():
+            self.weights = TargetWeights.of(model, embedding)
+            self.draft = None
+            if draft is not None:
+                self.draft = DraftWeights.of(draft, model.ranks, model.rank)
+            self.caches = Caches.empty(self.weights, self.draft, context)
+            self.arena = Arena(self.weights, self.draft, _LANES)
+        layer_ids = self.draft.layer_ids if self.draft else ()
+        self._target_body = TargetBody(
+            self.weights, self.arena, self.caches, layer_ids, self.limit + 1
+        )
+        self._draft_body = None
+        if self.draft is not None:
+            self._draft_body = DraftBody(
+                self.draft, self.weights, self.arena, self.caches, model.ranks, model.rank
+            )
+        on_gpu = target.device.type == "cuda"
+        self._mailbox = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        self._ring = torch.zeros(self.arena.ring.shape, dtype=torch.int32, pin_memory=on_gpu)
+        self._records = self._ring.numpy()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.request = 0
+        self.launched = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @torch.no_grad()
+    def begin(self, prompt_ids: Sequence[int], params: DecodeParams) -> int:
+        """Read the prompt; the first token, which is the first anchor.
+
+        Raises:
+            ConfigError: more than 8 stop ids, or sampling that the kernels do not know.
+        """
+        stops = sorted(stop_ids(self.target, params))
+        if len(stops) > STOP_IDS:
+            raise ConfigError(f"at most {STOP_IDS} stop ids are possible, got {len(stops)}")
+        cache = self.target.new_cache(self.draft.layer_ids if self.draft else ())
+        rows = self.target.prefill(cache, torch.tensor(prompt_ids, dtype=torch.int64))
+        where = torch.tensor([cache.length], device=self.device)
+        first = int(pick(rows.logits, params.sampling, where)[0])
+        hand_over(cache, self.caches)
+        if self.draft is not None:
+            width = self.draft.fc.shape[1]
+            rank = self.target.model.rank
+            fill_context(self.draft, self.caches, rows.taps[:, rank * width : (rank + 1) * width])
+        left = min(params.max_new_tokens, self.context - len(prompt_ids)) - 1
+        self.set_state(cursor=cache.length, anchor=first, left=left, params=params, stops=stops)
+        return first
+
+    @torch.no_grad()
+    def set_state(
+        self,
+        *,
+        cursor: int,
+        anchor: int,
+        left: int,
+        params: DecodeParams,
+        stops: Sequence[int] = (),
+        schedule: Sequence[int] = (),
+    ) -> None:
+        """Start a sequence whose caches are filled up to ``cursor``.
+
+        ``schedule``: accepted proposals step by step, in turn, where acceptance is simulated.
+
+        Raises:
+            ConfigError: the schedule is too long.
+        """
+        if len(schedule) > MOST_SCHEDULE:
+            raise ConfigError(f"a schedule has at most {MOST_SCHEDULE} steps, got {len(schedule)}")
+        self.request += 1
+        most = self.limit
+        if params.num_draft_tokens is not None:
+            most = min(most, params.num_draft_tokens)
+        sampling: SamplingParams = params.sampling
+        ints = torch.zeros_like(self.arena.ints, device="cpu")
+        for field, value in {
+            Field.CURSOR: cursor,
+            Field.ANCHOR: anchor,
+            Field.LIMIT: max(0, min(most, left - 1)),
+            Field.NUM_DRAFT: most,
+            Field.LEFT: left,
+            Field.SERIAL: self.launched,
+            Field.REQUEST: self.request,
+            Field.TOP_K: sampling.top_k,
+            Field.SEED_LOW: _int32(sampling.seed),
+            Field.SEED_HIGH: _int32(sampling.seed >> 32),
+            Field.SIMULATED: len(schedule),
+            Field.NUM_STOPS: len(stops),
+        }.items():
+            ints[field] = value
+        ints[Field.STOPS : Field.STOPS + len(stops)] = torch.tensor(list(stops), dtype=torch.int32)
+        self.arena.ints.copy_(ints)
+        reals = torch.zeros(len(Real))
+        reals[Real.TEMPERATURE] = sampling.temperature
+        reals[Real.TOP_P] = sampling.top_p
+        reals[Real.MIN_P] = sampling.min_p
+        reals[Real.THRESHOLD] = params.confidence_threshold
+        self.arena.reals.copy_(reals)
+        if schedule:
+            self.arena.schedule[: len(schedule)] = torch.tensor(list(schedule), dtype=torch.int32)
+
+    def run_body(self) -> None:
+        """Launch every kernel of a step once."""
+        arena = self.arena
+        if self._draft_body is not None:
+            self._draft_body()
+        self._target_body()
+        accept(
+            arena.picked, arena.picked_ids, arena.proposals, arena.ints, arena.mailbox,
+            arena.schedule, arena.ring,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Compile the kernels and capture the step; done by the first launch if not before."""
+        kept = [one.clone() for one in (self.arena.ints, self.arena.ring)]
+        self.run_body()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.arena.mailbox.copy_(self._mailbox, non_blocking=True)
+            self.run_body()
+            self._ring.copy_(self.arena.ring, non_blocking=True)
+        self._graph = graph
+        for one, old in zip((self.arena.ints, self.arena.ring), kept, strict=True):
+            one.copy_(old)
+
+    @torch.no_grad()
+    def launch(self) -> int:
+        """Enqueue one step; its serial number."""
+        serial = self.launched
+        self.launched += 1
+        if self.device.type != "cuda":
+            self.arena.mailbox.copy_(self._mailbox)
+            self.run_body()
+            self._ring.copy_(self.arena.ring)
+            return serial
+        if self._graph is None:
+            self.capture()
+        assert self._graph is not None
+        self._graph.replay()
+        return serial
+
+    def read(self, serial: int) -> StepRecord | None:
+        """The record of a launch, None until it is there. Asks the device nothing."""
+        record = self._records[serial % RING].copy()
+        check = int(record[: Record.CHECK].sum(dtype=np.int32)) ^ 0x5EED
+        if record[Record.SERIAL] != serial or check != record[Record.CHECK]:
+            return None
+        emitted = int(record[Record.EMITTED])
+        clock = (int(record[Record.CLOCK_HIGH]) << 32) | (
+            int(record[Record.CLOCK_LOW]) & 0xFFFFFFFF
+        )
+        return StepRecord(
+            serial=serial,
+            token_ids=record[Record.IDS : Record.IDS + emitted].tolist(),
+            num_accepted=int(record[Record.ACCEPTED]),
+            num_proposed=int(record[Record.PROPOSED]),
+            done=Done(int(record[Record.DONE])),
+            clock_ns=clock,
+            cursor=int(record[Record.CURSOR]),
+        )
+
+    def abort(self) -> None:
+        """End the running request at the next step."""
+        self._mailbox.fill_(self.request)
+
+
+def _int32(value: int) -> int:
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value

@@ -1,0 +1,174 @@
+"""Launches of a verify step: rows through the target, to its token behind every row.
+
+Symbols: R = 16 rows, D hidden, V vocabulary.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from dspark.kernels.accept import Field, pick_parts
+from dspark.kernels.experts import experts_down, experts_up
+from dspark.kernels.gemm16 import gemm16
+from dspark.kernels.kda_verify import kda_verify
+from dspark.kernels.launch import ROWS
+from dspark.kernels.mla_verify import mla_attend, mla_combine, mla_prepare
+from dspark.kernels.products import gated_gemm16, swiglu16
+from dspark.kernels.reduce_norm import combine_norm, embed_norm, parts_norm, reduce_norm
+from dspark.kernels.router import route
+from dspark.kernels.tiles import tile_for
+from dspark.serving.graph.arena import Arena, Caches
+from dspark.serving.graph.weights import (
+    DenseFFN,
+    ExpertFFN,
+    KDAMixer,
+    MLAMixer,
+    TargetWeights,
+)
+
+__all__ = ["TargetBody", "head_logits", "product"]
+
+
+def product(arena: Arena, name: str, x: Tensor, weight: Tensor) -> Tensor:
+    """Partial sums [S, R, N] of ``x`` @ ``weight``.T, in scratch."""
+    tile = tile_for(*weight.shape)
+    out = arena.parts(name, tile.splits, len(weight))
+    gemm16(x, weight, out, **tile.options())
+    return out
+
+
+def head_logits(arena: Arena, weight: Tensor) -> Tensor:
+    """Logits [R, V] float32 of the normed rows."""
+    tile = replace(tile_for(*weight.shape), splits=1)
+    out = arena.parts("logits", 1, len(weight))
+    gemm16(arena.normed, weight, out, **tile.options())
+    return out[0]
+
+
+class TargetBody:
+    """Calls every kernel of the target's part once; capturing them is the caller's work."""
+
+    def __init__(
+        self,
+        weights: TargetWeights,
+        arena: Arena,
+        caches: Caches,
+        layer_ids: tuple[int, ...],
+        most_rows: int = ROWS,
+    ) -> None:
+        self.weights, self.arena, self.caches = weights, arena, caches
+        self.layer_ids, self.most_rows = layer_ids, most_rows
+        self.eps = weights.config.rms_norm_eps
+
+    def __call__(self) -> None:
+        arena, layers = self.arena, self.weights.layers
+        embed_norm(
+            arena.of(Field.ANCHOR), self.weights.embedding, layers[0].norm,
+            arena.residual, arena.normed, eps=self.eps,
+            proposals=(
+                arena.proposals, arena.of(Field.COUNT), arena.of(Field.LIVE_ROWS),
+                arena.of(Field.DONE),
+            ),
+        )  # fmt: skip
+        for index, layer in enumerate(layers):
+            mixed = self.mix(index, layer.mixer)
+            reduce_norm(mixed, arena.residual, layer.ffn_norm, arena.normed, eps=self.eps)
+            last = index + 1 == len(layers)
+            after = self.weights.norm if last else layers[index + 1].norm
+            self.feed(layer.ffn, after, self.tap(index))
+        logits = head_logits(arena, self.weights.head)
+        pick_parts(logits, arena.floors, arena.ints, arena.reals, arena.picked, arena.picked_ids)
+
+    def tap(self, index: int) -> Tensor | None:
+        """Where layer ``index`` leaves its output for the draft."""
+        if index not in self.layer_ids:
+            return None
+        hidden, place = self.arena.residual.shape[1], self.layer_ids.index(index)
+        return self.arena.taps[:, place * hidden : (place + 1) * hidden]
+
+    def mix(self, index: int, mixer: KDAMixer | MLAMixer) -> Tensor:
+        """Partial sums of the mixer's output."""
+        into = product(self.arena, "mixer", self.arena.normed, mixer.into)
+        if isinstance(mixer, KDAMixer):
+            return self._kda(index, mixer, into)
+        return self._mla(index, mixer, into)
+
+    def _kda(self, index: int, mixer: KDAMixer, into: Tensor) -> Tensor:
+        arena, width = self.arena, mixer.heads * mixer.size
+        core = arena.parts("core", 1, width)[0]
+        kda_verify(
+            into, mixer.conv, mixer.a_log, mixer.dt_bias, self.caches.kda[index], core,
+            start_slot=arena.of(Field.START_SLOT), live_rows=arena.of(Field.LIVE_ROWS),
+            turn=arena.of(Field.TURN), lower_bound=self.weights.config.kda_lower_bound,
+            block_v=4, warps=2,
+        )  # fmt: skip
+        splits = 2 if mixer.heads % 2 == 0 else 1
+        out = arena.parts("mixed", splits, len(mixer.out))
+        gate = into[:, :, 4 * width : 5 * width]
+        gated_gemm16(core, gate, mixer.norm, mixer.out, out, eps=self.eps)
+        return out
+
+    def _mla(self, index: int, mixer: MLAMixer, into: Tensor) -> Tensor:
+        arena, config = self.arena, self.weights.config
+        heads, size = mixer.heads, config.latent_dim
+        width = heads * config.qk_head_dim
+        first = width
+        queries = into[:, :, :width]
+        if mixer.query is not None and mixer.query_norm is not None:
+            first = mixer.query.shape[1]
+            low = arena.scratch("low-rank query", (ROWS, first), arena.dtype)
+            parts_norm(into[:, :, :first], mixer.query_norm, low, eps=1e-6)
+            queries = product(arena, "queries", low, mixer.query)
+        query = arena.scratch("query", (ROWS, heads, size), arena.dtype)
+        cursor, live = arena.of(Field.CURSOR), arena.of(Field.LIVE_ROWS)
+        latents = self.caches.latents[index]
+        mla_prepare(
+            queries, into[:, :, first : first + size], mixer.latent_norm, mixer.kv_b,
+            mixer.inverse, latents, query, cursor=cursor, live_rows=live, eps=1e-6,
+            amplitude=mixer.amplitude,
+        )  # fmt: skip
+        total = arena.scratch("mla total", (arena.lanes, ROWS, heads, config.kv_lora_rank))
+        peaks = arena.scratch("mla peaks", (arena.lanes, ROWS, heads))
+        masses = arena.scratch("mla masses", (arena.lanes, ROWS, heads))
+        mla_attend(
+            query, latents, total, peaks, masses, cursor=cursor, live_rows=live, scale=mixer.scale
+        )
+        mixed = arena.scratch("mla mixed", (ROWS, heads * mixer.value), arena.dtype)
+        gates = into[:, :, first + size :]
+        mla_combine(total, peaks, masses, mixer.kv_b, gates, mixed, live_rows=live)
+        return product(arena, "mixed", mixed, mixer.out)
+
+    def feed(self, ffn: DenseFFN | ExpertFFN, after: Tensor, tap: Tensor | None) -> None:
+        """FFN, residual, and the norm ``after`` it."""
+        arena = self.arena
+        if isinstance(ffn, DenseFFN):
+            parts = product(arena, "gate up", arena.normed, ffn.gate_up)
+            inner = arena.scratch("dense", (ROWS, ffn.down.shape[1]), arena.dtype)
+            swiglu16(parts, inner)
+            out = product(arena, "fed", inner, ffn.down)
+            reduce_norm(out, arena.residual, after, arena.normed, eps=self.eps, tap=tap)
+            return
+        config = self.weights.config
+        logits = product(arena, "router", arena.normed, ffn.router)
+        route(
+            logits, ffn.bias, arena.of(Field.LIVE_ROWS), arena.ids, arena.factors,
+            groups=config.n_group, kept_groups=config.topk_group,
+            factor=config.routed_scaling_factor, warps=4,
+        )  # fmt: skip
+        experts_up(
+            arena.normed, ffn.gate_up, arena.ids, arena.inner, limit=ffn.limit,
+            shared_limit=ffn.shared_limit, most_rows=self.most_rows,
+            block_k=_step(ffn.gate_up.shape[2], 128),
+        )  # fmt: skip
+        experts_down(
+            arena.inner, ffn.down, arena.ids, arena.each, most_rows=self.most_rows,
+            block_k=_step(ffn.down.shape[2], 64),
+        )  # fmt: skip
+        combine_norm(
+            arena.each, arena.factors, arena.residual, after, arena.normed, eps=self.eps, tap=tap
+        )
+
+
+def _step(size: int, most: int) -> int:
+    """Largest power of two up to ``most`` that divides ``size``."""
+    return min(most, size & -size)

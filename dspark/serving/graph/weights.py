@@ -1,0 +1,310 @@
+"""The weights of a step as its kernels read them.
+
+Matrices that read the same input lie one behind the other. The target's own modules, which read
+the prompt, become views of them, so that no weight is held twice; the draft, which is small, is
+copied.
+
+Symbols: D hidden, H heads (of this rank), K key size, N unrotated and P rotated size of a query,
+L latent rank, E experts, I inner width, J key/value heads of the draft.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dspark.draft import DSparkDraftModel
+from dspark.target.config import LingConfig
+from dspark.target.kda import KDA
+from dspark.target.mla import MLA
+from dspark.target.model import LingModel
+from dspark.target.moe import MLP, MoE
+
+__all__ = ["DenseFFN", "DraftLayerWeights", "DraftWeights", "ExpertFFN", "KDAMixer", "MLAMixer",
+           "TargetWeights", "unsupported"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KDAMixer:
+    """Matrices of `target.kda`."""
+
+    into: Tensor  # [5 H K + H, D]: q, k, v, f, g, b
+    conv: Tensor  # [3 H K, W]
+    a_log: Tensor  # [H]
+    dt_bias: Tensor  # [H K]
+    norm: Tensor  # [K]
+    out: Tensor  # [D, H K]
+    heads: int
+    size: int
+
+
+@dataclass(frozen=True)
+class MLAMixer:
+    """Matrices of `target.mla`."""
+
+    into: Tensor  # [Q + L + P + H, D]: query (or its low rank), latent and shared key, gate
+    query_norm: Tensor | None  # [A], with a low-rank query
+    query: Tensor | None  # [H (N + P), A]
+    latent_norm: Tensor  # [L]
+    kv_b: Tensor  # [H (N + V), L]
+    out: Tensor  # [D, H V]
+    inverse: Tensor  # [P / 2], frequencies
+    amplitude: float
+    scale: float
+    heads: int
+    value: int
+
+
+@dataclass(frozen=True)
+class DenseFFN:
+    """Matrices of `target.moe.MLP`."""
+
+    gate_up: Tensor  # [2 I, D]
+    down: Tensor  # [D, I]
+
+
+@dataclass(frozen=True)
+class ExpertFFN:
+    """Matrices of `target.moe.MoE`; the shared expert is the last one."""
+
+    router: Tensor  # [E, D]
+    bias: Tensor  # [E]
+    gate_up: Tensor  # [E + 1, 2 I, D]
+    down: Tensor  # [E + 1, D, I]
+    limit: float
+    shared_limit: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer of the target."""
+
+    norm: Tensor  # [D]
+    mixer: KDAMixer | MLAMixer
+    ffn_norm: Tensor  # [D]
+    ffn: DenseFFN | ExpertFFN
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """A whole target, or one rank's part of it."""
+
+    config: LingConfig
+    embedding: Tensor  # [V, D]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [D]
+    head: Tensor  # [V (of this rank), D]
+
+    @classmethod
+    def of(cls, model: LingModel, embedding: Tensor | None = None) -> "TargetWeights":
+        """Views of ``model``, whose parameters move; ``embedding``: the whole table, of a rank."""
+        layers = []
+        for layer in model.layers:
+            mixer, ffn = layer.attention, layer.mlp
+            layers.append(
+                LayerWeights(
+                    norm=layer.input_layernorm.weight.data,
+                    mixer=_kda(mixer) if isinstance(mixer, KDA) else _mla(mixer),
+                    ffn_norm=layer.post_attention_layernorm.weight.data,
+                    ffn=_experts(ffn) if isinstance(ffn, MoE) else _dense(ffn),
+                )
+            )
+            if model.lm_head.weight.is_cuda:
+                # the stacks have other sizes than what they replace, which the allocator would keep
+                torch.cuda.empty_cache()
+        return cls(
+            config=model.config,
+            embedding=model.model.word_embeddings.weight.data if embedding is None else embedding,
+            layers=tuple(layers),
+            norm=model.model.norm.weight.data,
+            head=model.lm_head.weight.data,
+        )
+
+
+def unsupported(model: LingModel, draft: DSparkDraftModel | None) -> str | None:
+    """Why the kernels cannot run these models; None if they can."""
+    config = model.config
+    shared = config.num_shared_experts * config.moe_shared_expert_intermediate_size
+    if shared != config.moe_intermediate_size:
+        return f"the shared expert is {shared} wide, the others {config.moe_intermediate_size}"
+    if config.num_experts & (config.num_experts - 1) or config.n_group & (config.n_group - 1):
+        return f"{config.num_experts} experts in {config.n_group} groups are no powers of two"
+    if config.short_conv_kernel_size != 4:
+        return f"convolutions have {config.short_conv_kernel_size} taps instead of 4"
+    if config.head_dim & (config.head_dim - 1) or config.head_dim < 16:
+        return f"the head size {config.head_dim} is no power of two from 16 on"
+    if draft is not None:
+        kind = draft.config.markov_head_type
+        if draft.markov_head is not None and kind != "vanilla":
+            return f"the draft's Markov head is '{kind}', only vanilla has a kernel"
+        if draft.block_size > 16:
+            return f"the draft's block of {draft.block_size} exceeds 16 rows"
+    return None
+
+
+@dataclass(frozen=True)
+class DraftLayerWeights:
+    """One layer of the draft (of this rank)."""
+
+    norm: Tensor  # [D]
+    qkv: Tensor  # [(H + 2 J) X, D], X the head size
+    q_norm: Tensor  # [X]
+    k_norm: Tensor  # [X]
+    out: Tensor  # [D, H X]
+    ffn_norm: Tensor  # [D]
+    gate_up: Tensor  # [2 I, D]
+    down: Tensor  # [D, I]
+
+
+@dataclass(frozen=True)
+class DraftWeights:
+    """A draft, or one rank's part of it."""
+
+    layer_ids: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    heads: int
+    groups: int
+    size: int
+    eps: float
+    inverse: Tensor  # [X / 2], frequencies of the rotation
+    fc: Tensor  # [D, F D (this rank's inputs)]
+    context_norm: Tensor  # [D]
+    context: Tensor  # [layers * 2 J X, D]: per layer keys, then values
+    context_k_norms: Tensor  # [layers, X]
+    layers: tuple[DraftLayerWeights, ...]
+    norm: Tensor  # [D]
+    markov: tuple[Tensor, Tensor] | None  # W1 and W2 [V, r]
+    confidence: tuple[Tensor, Tensor] | None  # [D (+ r)] and [1] float32
+
+    @classmethod
+    def of(cls, draft: DSparkDraftModel, ranks: int = 1, rank: int = 0) -> "DraftWeights":
+        """Copies; heads, inner widths and the inputs of `fc` are shared by ``ranks``."""
+        config = draft.config
+        attention = draft.layers[0].self_attn
+        heads, groups, size = (
+            attention.heads // ranks, attention.groups // ranks, attention.size,
+        )  # fmt: skip
+
+        def rows(linear: nn.Linear) -> Tensor:
+            return linear.weight.data.chunk(ranks)[rank]
+
+        def columns(linear: nn.Linear) -> Tensor:
+            return linear.weight.data.chunk(ranks, 1)[rank].contiguous()
+
+        layers, context = [], []
+        for layer in draft.layers:
+            one = layer.self_attn
+            layers.append(
+                DraftLayerWeights(
+                    norm=layer.input_layernorm.weight.data,
+                    qkv=torch.cat([rows(one.q_proj), rows(one.k_proj), rows(one.v_proj)]),
+                    q_norm=one.q_norm.weight.data,
+                    k_norm=one.k_norm.weight.data,
+                    out=columns(one.o_proj),
+                    ffn_norm=layer.post_attention_layernorm.weight.data,
+                    gate_up=torch.cat([rows(layer.mlp.gate_proj), rows(layer.mlp.up_proj)]),
+                    down=columns(layer.mlp.down_proj),
+                )
+            )
+            context += [rows(one.k_proj), rows(one.v_proj)]
+        assert config.block_size is not None
+        assert config.mask_token_id is not None
+        head, confidence = draft.markov_head, draft.confidence_head
+        return cls(
+            layer_ids=draft.layer_ids,
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+            heads=heads,
+            groups=groups,
+            size=size,
+            eps=config.rms_norm_eps,
+            inverse=draft.rotary_emb.inv_freq.float(),
+            fc=columns(draft.fc),
+            context_norm=draft.hidden_norm.weight.data,
+            context=torch.cat(context),
+            context_k_norms=torch.stack([layer.k_norm for layer in layers]),
+            layers=tuple(layers),
+            norm=draft.norm.weight.data,
+            markov=(head.markov_w1.weight.data, head.markov_w2.weight.data) if head else None,
+            confidence=(
+                (confidence.proj.weight.data[0].float(), confidence.proj.bias.data.float())
+                if confidence
+                else None
+            ),
+        )
+
+
+def _together(linears: Sequence[nn.Module]) -> Tensor:
+    """One matrix of all of them, of which their weights become rows."""
+    weights: list[nn.Parameter] = [linear.weight for linear in linears]  # type: ignore[misc]
+    whole = torch.cat([weight.data for weight in weights])
+    for weight, part in zip(weights, whole.split([len(one) for one in weights]), strict=True):
+        weight.data = part
+    return whole
+
+
+def _kda(mixer: KDA) -> KDAMixer:
+    parts = (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.f_proj, mixer.g_proj, mixer.b_proj)
+    conv = _together([mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d])
+    return KDAMixer(
+        into=_together(parts),
+        conv=conv.view(len(conv), -1),
+        a_log=mixer.A_log.data,
+        dt_bias=mixer.dt_bias.data,
+        norm=mixer.o_norm.weight.data,
+        out=mixer.o_proj.weight.data,
+        heads=mixer.heads,
+        size=mixer.size,
+    )
+
+
+def _mla(mixer: MLA) -> MLAMixer:
+    low = mixer.low_rank_query
+    first = mixer.q_a_proj if low else mixer.q_proj
+    return MLAMixer(
+        into=_together([first, mixer.kv_a_proj_with_mqa, mixer.g_proj]),
+        query_norm=mixer.q_a_layernorm.weight.data if low else None,
+        query=mixer.q_b_proj.weight.data if low else None,
+        latent_norm=mixer.kv_a_layernorm.weight.data,
+        kv_b=mixer.kv_b_proj.weight.data,
+        out=mixer.dense.weight.data,
+        inverse=mixer._rotary.inverse.to(mixer.dense.weight.device),
+        amplitude=mixer._rotary.amplitude,
+        scale=mixer.scale,
+        heads=mixer.heads,
+        value=mixer.value,
+    )
+
+
+def _dense(ffn: MLP) -> DenseFFN:
+    return DenseFFN(_together([ffn.gate_proj, ffn.up_proj]), ffn.down_proj.weight.data)
+
+
+def _experts(ffn: MoE) -> ExpertFFN:
+    experts, shared = ffn.experts, ffn.shared_experts
+    assert shared is not None
+    width = experts.down.shape[2]
+    stacks = []
+    for routed, one in (
+        (experts.gate_up, torch.cat([shared.gate_proj.weight.data, shared.up_proj.weight.data])),
+        (experts.down, shared.down_proj.weight.data),
+    ):
+        stack = torch.empty(len(routed) + 1, *routed.shape[1:], dtype=one.dtype, device=one.device)
+        stack[:-1] = routed.data
+        stack[-1] = one
+        routed.data = stack[:-1]
+        stacks.append(stack)
+    gate_up, down = stacks
+    shared.gate_proj.weight.data = gate_up[-1, :width]
+    shared.up_proj.weight.data = gate_up[-1, width:]
+    shared.down_proj.weight.data = down[-1]
+    return ExpertFFN(
+        router=ffn.gate.weight.data,
+        bias=ffn.gate.expert_bias,
+        gate_up=gate_up,
+        down=down,
+        limit=experts.limit,
+        shared_limit=shared.limit,
+    )

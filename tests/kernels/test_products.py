@@ -1,0 +1,81 @@
+"""Products whose inputs are made on the way: gated norm, SwiGLU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspark.kernels.gemm16 import gemm16_reference
+from dspark.kernels.products import gated_gemm16, gated_reference, swiglu16
+from dspark.kernels.tiles import tile_for
+from dspark.target.moe import limited_swiglu
+
+EPS = 1e-6
+
+
+def drawn(*shape: int, seed: int, device: torch.device) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def gated(core: Tensor, gate: Tensor, norm: Tensor, weight: Tensor, parts: int) -> Tensor:
+    out = torch.full((parts, 16, len(weight)), torch.nan, device=core.device)
+    gated_gemm16(core, gate, norm, weight, out, eps=EPS, block_n=16)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "size", "n", "parts"), [(4, 16, 40, 2), (2, 128, 33, 1)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_heads_are_normed_and_gated_before_the_product(
+    dtype: torch.dtype, heads: int, size: int, n: int, parts: int, seed: int, device: torch.device
+) -> None:
+    width = heads * size
+    core = drawn(16, width, seed=seed, device=device) * 3
+    # a slice of wider partial sums, as the projections of a mixer are
+    wide = drawn(2, 16, width + 48, seed=seed + 1, device=device)
+    gate = wide[:, :, 16 : 16 + width]
+    norm = drawn(size, seed=seed + 2, device=device).to(dtype)
+    weight = drawn(n, width, seed=seed + 3, device=device).to(dtype)
+    out = gated(core, gate, norm, weight, parts)
+    x = gated_reference(core, gate.sum(0).to(dtype), norm, EPS)
+    exact = dtype == torch.float32
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if exact else {"rtol": 2e-2, "atol": 0.1}
+    torch.testing.assert_close(out, gemm16_reference(x, weight, parts), **tolerance)
+
+
+def test_a_row_of_a_gated_product_stands_for_itself(device: torch.device) -> None:
+    core, gate = drawn(16, 64, seed=0, device=device), drawn(2, 16, 64, seed=1, device=device)
+    norm, weight = drawn(16, seed=2, device=device), drawn(40, 64, seed=3, device=device)
+    alone = gated(core, gate, norm, weight, 2)
+    core[5:], gate[:, :3] = torch.nan, torch.nan
+    assert torch.equal(gated(core, gate, norm, weight, 2)[:, 3:5], alone[:, 3:5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [96, 300])
+def test_swiglu_sums_its_parts_first(dtype: torch.dtype, width: int, device: torch.device) -> None:
+    parts = drawn(3, 16, 2 * width, seed=width, device=device)
+    out = torch.full((16, width), torch.nan, dtype=dtype, device=device)
+    swiglu16(parts, out)
+    gate, up = parts.sum(0).to(dtype).chunk(2, -1)
+    # three roundings, which the interpreter does by cutting off
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(out, limited_swiglu(gate, up, 0), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(5128, 2560), (2560, 3200), (848, 1536), (96, 64), (5, 48), (157184, 1536)]
+)
+def test_a_tile_fits_its_shape(n: int, k: int) -> None:
+    tile = tile_for(n, k)
+    assert k % (tile.splits * tile.block_k) == 0
+    assert tile == tile_for(n, k)
+
+
+def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="multiple of 16 inputs, got 72"):
+        tile_for(64, 72)
+    rows = torch.zeros(16, 64, device=device)
+    with pytest.raises(ValueError, match="gated_gemm16 wants"):
+        gated(rows, rows[None], torch.ones(16, device=device), rows, 3)
+    with pytest.raises(ValueError, match="swiglu16 wants"):
+        swiglu16(rows[None], rows)
