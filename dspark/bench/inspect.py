@@ -30,7 +30,7 @@ def inspect(
 ) -> dict[str, Any]:
     """Counts of a config.json, of a directory that holds one, or of a draft's.
 
-    ``routing`` (default uniform) and ``context`` (8192) say what ``verify_tokens`` read.
+    ``routing`` (default independent) and ``context`` (8192) say what ``verify_tokens`` read.
 
     Raises:
         TargetError: no config, one that is not understood, or ranks and verify steps of a model
@@ -55,7 +55,7 @@ def inspect(
             most = config.max_position_embeddings
             if context is not None and context > most:
                 raise ConfigError(f"context {context} is more than the model's {most} positions")
-            routing = routing or "uniform"
+            routing = routing or "independent"
             context = min(8192, most) if context is None else context
             chosen = Routing.parse(routing)
             report["routing"], report["context"] = routing, context

@@ -17,7 +17,7 @@ def _inspect(
         list[int] | None, typer.Option(min=1, help="Rows of a verify step; may be repeated.")
     ] = None,
     routing: Annotated[
-        str | None, typer.Option(help="uniform (default) or overlap:SHARE; of a verify step.")
+        str | None, typer.Option(help="independent (default), overlap:SHARE or experts:N.")
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=0, help="Tokens in the cache of a verify step (8192).")

@@ -114,6 +114,68 @@ def _bench_serving(
     finish({**report.to_dict(), "environment": environment()}, as_json)
 
 
+def _bench_step(
+    target: Annotated[str, typer.Option(help="ling-3.0-flash, ling-3.0-tiny, or a config.json.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks; one is run.")] = 1,
+    draft: Annotated[str, typer.Option(help="dspark or none.")] = "dspark",
+    draft_config: Annotated[Path | None, typer.Option(help="config.json of a draft.")] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Of a draft without a config.")] = 8,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a step; none: block and anchor.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the output.")] = 8192,
+    routing: Annotated[
+        str, typer.Option(help="independent, overlap:SHARE or experts:N, distinct in a layer.")
+    ] = "independent",
+    simulate_accept_length: Annotated[
+        float | None, typer.Option(help="Mean tokens a step; the weights mean nothing.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=10, help="Measured, behind 50 of warm-up.")] = 1000,
+    ablate: Annotated[bool, typer.Option(help="Turn techniques off, one at a time.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the synthetic weights.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Time of a decode step on this GPU beside its byte floor; weights are SYNTHETIC.
+
+    Example: dspark bench step --target ling-3.0-flash --tp 4 --routing experts:44
+    """
+    from dspark.bench.step import StepOptions
+    from dspark.bench.step_report import measure, print_report
+
+    report = measure(
+        StepOptions(
+            config=_target_config(target),
+            ranks=tp,
+            draft=draft,
+            draft_config=draft_config,
+            block_size=block_size,
+            num_draft_tokens=None if tokens is None else tokens - 1,
+            context=context,
+            routing=routing,
+            accept_length=simulate_accept_length,
+            steps=steps,
+            seed=seed,
+        ),
+        ablate=ablate,
+    )
+    print_report(report)
+    finish(report, as_json)
+
+
+def _target_config(name: str) -> Path:
+    """A config.json by path, or by the name of one that the repository carries."""
+    from dspark.errors import ConfigError
+
+    if Path(name).exists():
+        return Path(name)
+    shipped = Path(__file__).parents[2] / "configs" / "targets"
+    file = shipped / f"{name}.json"
+    if file.is_file():
+        return file
+    known = ", ".join(sorted(one.stem for one in shipped.glob("*.json"))) or "none found"
+    raise ConfigError(f"target '{name}' is neither a config.json nor a shipped one ({known})")
+
+
 def _demo(
     out: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("outputs/demo"),
     draft: Annotated[Path, typer.Option(help="Released draft to start from.")] = Path(
@@ -136,6 +198,7 @@ def register(app: typer.Typer) -> None:
     app.command("serve")(_serve)
     bench = typer.Typer(help="Measure.", no_args_is_help=True)
     bench.command("serving")(_bench_serving)
+    bench.command("step")(_bench_step)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")
     app.command("demo")(_demo)

@@ -6,14 +6,16 @@ lets a kernel start while the one before it ends. Each kernel then waits before 
 that a kernel has written, and lets the next one start right behind its own wait.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["ROWS", "begin", "dot", "flags"]
+__all__ = ["ROWS", "begin", "dot", "flags", "without_pdl"]
 
 ROWS = 16
 """Rows of a tile: one tensor-core tile, and the most rows of a step."""
@@ -38,6 +40,20 @@ def dot(left, right, total, WIDE: tl.constexpr):
     return total
 
 
+_switched_off = False
+
+
+@contextlib.contextmanager
+def without_pdl() -> Iterator[None]:
+    """Launches inside do not overlap, to see what overlapping gives."""
+    global _switched_off
+    before, _switched_off = _switched_off, True
+    try:
+        yield
+    finally:
+        _switched_off = before
+
+
 @functools.cache
 def _has_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
@@ -50,6 +66,6 @@ def flags(like: torch.Tensor, pdl: bool | None = None) -> dict[str, Any]:
     which runs the kernels on a CPU, gets those of bfloat16 wrong.
     """
     on_gpu = like.device.type == "cuda"
-    overlap = on_gpu and _has_pdl(like.device) if pdl is None else pdl
+    overlap = on_gpu and not _switched_off and _has_pdl(like.device) if pdl is None else pdl
     more: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     return {"PDL": overlap, "WIDE": not on_gpu, **more}

@@ -4,6 +4,7 @@ A rule must not depend on the number of live rows: the order of sums would, and 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Tile", "tile_for"]
 
@@ -20,7 +21,7 @@ class Tile:
     """Parts of K, of which each gives a partial sum."""
     prefetch: int = 0
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """Keywords of `gemm16`."""
         return {
             "block_n": self.block_n,

@@ -21,33 +21,45 @@ __all__ = ["Routing", "StepBytes", "parameter_counts", "rank_bytes", "step_bytes
 class Routing:
     """How many experts of a layer T tokens touch together.
 
-    ``overlap`` None: every token chooses independently. Else the share of a token's experts that
-    earlier tokens of the window have touched already; the others are new ones.
+    ``overlap``: the share of a token's experts that earlier tokens of the window have touched
+    already; the others are new ones. ``count``: so many, whatever T is. Neither: every token
+    chooses independently.
     """
 
     overlap: float | None = None
+    count: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Routing":
-        """`uniform`, or `overlap:SHARE` with a share in 0..1.
+        """`independent` (or `uniform`), `overlap:SHARE` with a share in 0..1, or `experts:N`.
 
         Raises:
             ConfigError: anything else.
         """
-        kind, _, share = text.partition(":")
-        if kind == "uniform" and not share:
+        kind, _, given = text.partition(":")
+        if kind in ("uniform", "independent") and not given:
             return cls()
         try:
-            value = float(share)
+            value = float(given)
         except ValueError:
             value = -1.0
-        if kind != "overlap" or not 0 <= value <= 1:
-            raise ConfigError(f"routing must be uniform or overlap:SHARE (0..1), got '{text}'")
-        return cls(value)
+        if kind == "overlap" and 0 <= value <= 1:
+            return cls(overlap=value)
+        if kind == "experts" and 1 <= value < float("inf"):
+            return cls(count=value)
+        raise ConfigError(
+            f"routing must be independent, overlap:SHARE (0..1) or experts:N (N >= 1), got '{text}'"
+        )
+
+    @property
+    def independent(self) -> bool:
+        return self.overlap is None and self.count is None
 
     def experts(self, config: LingConfig, tokens: int) -> float:
         """Expected distinct experts of one layer."""
         each, total = config.num_experts_per_tok, config.num_experts
+        if self.count is not None:
+            return min(float(total), self.count)
         if self.overlap is None:
             return total * (1 - (1 - each / total) ** tokens)
         return min(float(total), each + (1 - self.overlap) * each * (tokens - 1))

@@ -17,33 +17,52 @@ from dspark.provenance import free_bytes, making, write_json
 from dspark.target.config import LingConfig
 from dspark.target.layout import TensorSpec, tensors
 from dspark.target.ling_chat import synthetic_tokenizer
+from dspark.target.model import LingModel
 from dspark.target.shards import write_shards
 from dspark.target.weights import SHARD_BYTES
 
-__all__ = ["make_checkpoint", "synthetic"]
+__all__ = ["make_checkpoint", "random_model", "synthetic"]
 
 _OURS = re.compile(r"\.?model.*\.safetensors.*")
 """Weights, complete or half written, of a call that did not come to its config.json."""
 
 
 def synthetic(spec: TensorSpec, config: LingConfig, seed: int) -> Tensor:
-    """Values of one tensor, a function of (seed, name) alone.
-
-    Decays lie all over their range and the router's bias is not zero, so that no branch idles.
-    """
+    """Values of one tensor, a function of (seed, name) alone."""
     digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     dtype = torch.float32 if spec.float32 else torch.bfloat16
-    values = torch.empty(spec.shape, dtype=dtype)
-    if spec.name.endswith("A_log"):
+    return _draw(torch.empty(spec.shape, dtype=dtype), spec.name, config, generator)
+
+
+def _draw(values: Tensor, name: str, config: LingConfig, generator: torch.Generator) -> Tensor:
+    """Decays lie all over their range and the router's bias is not zero: no branch idles."""
+    if name.endswith("A_log"):
         return values.uniform_(1, 16, generator=generator).log_()
-    if spec.name.endswith("dt_bias"):
+    if name.endswith("dt_bias"):
         return values.normal_(generator=generator)
-    if spec.name.endswith("expert_bias"):
+    if name.endswith("expert_bias"):
         return values.normal_(0, 0.1, generator=generator)
-    if "norm" in spec.name.split(".")[-2]:
+    if "norm" in name.split(".")[-2]:
         return values.normal_(1, 0.1, generator=generator)
     return values.normal_(0, config.initializer_range, generator=generator)
+
+
+@torch.no_grad()
+def random_model(
+    config: LingConfig, device: torch.device | str, *, ranks: int = 1, seed: int = 0
+) -> LingModel:
+    """A bf16 model, or one rank of several, filled where it stays; no file, no second copy.
+
+    Sums over ranks are left out: with several, this is for times and memory alone.
+    """
+    with torch.device("meta"):
+        model = LingModel(config, ranks=ranks, reduce=lambda part: part)
+    model = model.to(torch.bfloat16).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, values in (*model.named_parameters(), *model.named_buffers()):
+        _draw(values, name, config, generator)
+    return model.requires_grad_(False)
 
 
 def make_checkpoint(

@@ -113,6 +113,12 @@ class Arena:
         self.inner = torch.zeros(1 + ROWS * chosen, ROWS, inner, dtype=dtype, device=device)
         self.each = torch.zeros(ROWS, chosen + 1, hidden, dtype=dtype, device=device)
         self._parts: dict[str, Tensor] = {}
+        self.only: str | None = None
+        """Launch this component alone: for a breakdown of the time of a step."""
+
+    def on(self, component: str) -> bool:
+        """Whether ``component`` is launched."""
+        return self.only in (None, component)
 
     def rows(self, width: int) -> Tensor:
         """[R, width] in the model's dtype."""

@@ -45,14 +45,16 @@ class DraftBody:
         weights, arena = self.weights, self.arena
         assert self.caches.keys is not None
         assert self.caches.values is not None
-        parts = product(arena, "fc", self.taps, weights.fc)
-        parts_norm(parts, weights.context_norm, arena.normed, eps=weights.eps)
-        projected = product(arena, "context", arena.normed, weights.context)
-        draft_append(
-            projected, weights.context_k_norms, weights.inverse, self.caches.keys,
-            self.caches.values, base=arena.of(Field.INJECT_BASE),
-            count=arena.of(Field.INJECT_COUNT), eps=weights.eps,
-        )  # fmt: skip
+        parts = product(arena, "draft context", "fc", self.taps, weights.fc)
+        if arena.on("draft context"):
+            parts_norm(parts, weights.context_norm, arena.normed, eps=weights.eps)
+        projected = product(arena, "draft context", "context", arena.normed, weights.context)
+        if arena.on("draft context"):
+            draft_append(
+                projected, weights.context_k_norms, weights.inverse, self.caches.keys,
+                self.caches.values, base=arena.of(Field.INJECT_BASE),
+                count=arena.of(Field.INJECT_COUNT), eps=weights.eps,
+            )  # fmt: skip
 
     def block(self) -> None:
         """The block's hidden states behind the final norm, in `arena.normed`."""
@@ -60,38 +62,46 @@ class DraftBody:
         assert self.caches.keys is not None
         assert self.caches.values is not None
         heads, size, slots = weights.heads, weights.size, weights.block_size
-        embed_norm(
-            arena.of(Field.ANCHOR), self.target.embedding, weights.layers[0].norm,
-            arena.residual, arena.normed, eps=weights.eps, fill=weights.mask_token_id,
-        )  # fmt: skip
+        if arena.on("draft layers"):
+            embed_norm(
+                arena.of(Field.ANCHOR), self.target.embedding, weights.layers[0].norm,
+                arena.residual, arena.normed, eps=weights.eps, fill=weights.mask_token_id,
+            )  # fmt: skip
         lanes = arena.lanes
         total = arena.scratch("draft total", (lanes, ROWS, heads, size))
         peaks = arena.scratch("draft peaks", (lanes, ROWS, heads))
         masses = arena.scratch("draft masses", (lanes, ROWS, heads))
         mixed = arena.scratch("draft mixed", (ROWS, heads * size), arena.dtype)
         for index, layer in enumerate(weights.layers):
-            projected = product(arena, "draft qkv", arena.normed, layer.qkv)
-            draft_attend(
-                projected, layer.q_norm, layer.k_norm, weights.inverse,
-                self.caches.keys[index], self.caches.values[index], total, peaks, masses,
-                context=arena.of(Field.CURSOR), slots=slots, eps=weights.eps, scale=size**-0.5,
-            )  # fmt: skip
-            draft_combine(total, peaks, masses, mixed, slots=slots)
-            out = product(arena, "mixed", mixed, layer.out)
-            reduce_norm(out, arena.residual, layer.ffn_norm, arena.normed, eps=weights.eps)
-            parts = product(arena, "gate up", arena.normed, layer.gate_up)
+            projected = product(arena, "draft layers", "draft qkv", arena.normed, layer.qkv)
+            if arena.on("draft attention"):
+                draft_attend(
+                    projected, layer.q_norm, layer.k_norm, weights.inverse,
+                    self.caches.keys[index], self.caches.values[index], total, peaks, masses,
+                    context=arena.of(Field.CURSOR), slots=slots, eps=weights.eps,
+                    scale=size**-0.5,
+                )  # fmt: skip
+                draft_combine(total, peaks, masses, mixed, slots=slots)
+            out = product(arena, "draft layers", "mixed", mixed, layer.out)
+            if arena.on("draft layers"):
+                reduce_norm(out, arena.residual, layer.ffn_norm, arena.normed, eps=weights.eps)
+            parts = product(arena, "draft layers", "gate up", arena.normed, layer.gate_up)
             inner = arena.scratch("draft inner", (ROWS, layer.down.shape[1]), arena.dtype)
-            swiglu16(parts, inner)
-            out = product(arena, "fed", inner, layer.down)
+            if arena.on("draft layers"):
+                swiglu16(parts, inner)
+            out = product(arena, "draft layers", "fed", inner, layer.down)
             last = index + 1 == len(weights.layers)
             after = weights.norm if last else weights.layers[index + 1].norm
-            reduce_norm(out, arena.residual, after, arena.normed, eps=weights.eps)
+            if arena.on("draft layers"):
+                reduce_norm(out, arena.residual, after, arena.normed, eps=weights.eps)
 
     def propose(self) -> None:
         """Tokens for the slots, one after the other, and how many."""
         weights, arena, slots = self.weights, self.arena, self.weights.block_size
-        logits = head_logits(arena, self.target.head)
+        logits = head_logits(arena, "draft head", self.target.head)
         count = SHORTLIST_PARTS * SHORTLIST_EACH
+        if not arena.on("proposals"):
+            return
         values = arena.scratch("candidates", (slots, count))
         ids = arena.scratch("candidate ids", (slots, count), torch.int32)
         shortlist(logits, values, ids, slots=slots, per_part=SHORTLIST_EACH, parts=SHORTLIST_PARTS)

@@ -87,7 +87,7 @@ class GraphStep:
             self.caches = Caches.empty(self.weights, self.draft, context)
             self.arena = Arena(self.weights, self.draft, _LANES)
         layer_ids = self.draft.layer_ids if self.draft else ()
-        self._target_body = TargetBody(
+        self.target_body = TargetBody(
             self.weights, self.arena, self.caches, layer_ids, self.limit + 1
         )
         self._draft_body = None
@@ -187,11 +187,18 @@ class GraphStep:
         arena = self.arena
         if self._draft_body is not None:
             self._draft_body()
-        self._target_body()
+        self.target_body()
+        if not arena.on("accept"):
+            return
         accept(
             arena.picked, arena.picked_ids, arena.proposals, arena.ints, arena.mailbox,
             arena.schedule, arena.ring,
         )  # fmt: skip
+
+    def _enqueue(self) -> None:
+        self.arena.mailbox.copy_(self._mailbox, non_blocking=True)
+        self.run_body()
+        self._ring.copy_(self.arena.ring, non_blocking=True)
 
     @torch.no_grad()
     def capture(self) -> None:
@@ -201,22 +208,18 @@ class GraphStep:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.arena.mailbox.copy_(self._mailbox, non_blocking=True)
-            self.run_body()
-            self._ring.copy_(self.arena.ring, non_blocking=True)
+            self._enqueue()
         self._graph = graph
         for one, old in zip((self.arena.ints, self.arena.ring), kept, strict=True):
             one.copy_(old)
 
     @torch.no_grad()
-    def launch(self) -> int:
-        """Enqueue one step; its serial number."""
+    def launch(self, *, eager: bool = False) -> int:
+        """Enqueue one step; its serial number. ``eager``: kernel by kernel, without the graph."""
         serial = self.launched
         self.launched += 1
-        if self.device.type != "cuda":
-            self.arena.mailbox.copy_(self._mailbox)
-            self.run_body()
-            self._ring.copy_(self.arena.ring)
+        if eager or self.device.type != "cuda":
+            self._enqueue()
             return serial
         if self._graph is None:
             self.capture()

@@ -28,20 +28,25 @@ from dspark.serving.graph.weights import (
 
 __all__ = ["TargetBody", "head_logits", "product"]
 
+_LATENT_EPS = 1e-6
+"""Of the norms inside MLA, which the config does not set."""
 
-def product(arena: Arena, name: str, x: Tensor, weight: Tensor) -> Tensor:
-    """Partial sums [S, R, N] of ``x`` @ ``weight``.T, in scratch."""
+
+def product(arena: Arena, component: str, name: str, x: Tensor, weight: Tensor) -> Tensor:
+    """Partial sums [S, R, N] of ``x`` @ ``weight``.T, in scratch ``name``."""
     tile = tile_for(*weight.shape)
     out = arena.parts(name, tile.splits, len(weight))
-    gemm16(x, weight, out, **tile.options())
+    if arena.on(component):
+        gemm16(x, weight, out, **tile.options())
     return out
 
 
-def head_logits(arena: Arena, weight: Tensor) -> Tensor:
+def head_logits(arena: Arena, component: str, weight: Tensor) -> Tensor:
     """Logits [R, V] float32 of the normed rows."""
     tile = replace(tile_for(*weight.shape), splits=1)
     out = arena.parts("logits", 1, len(weight))
-    gemm16(arena.normed, weight, out, **tile.options())
+    if arena.on(component):
+        gemm16(arena.normed, weight, out, **tile.options())
     return out[0]
 
 
@@ -62,22 +67,30 @@ class TargetBody:
 
     def __call__(self) -> None:
         arena, layers = self.arena, self.weights.layers
-        embed_norm(
-            arena.of(Field.ANCHOR), self.weights.embedding, layers[0].norm,
-            arena.residual, arena.normed, eps=self.eps,
-            proposals=(
-                arena.proposals, arena.of(Field.COUNT), arena.of(Field.LIVE_ROWS),
-                arena.of(Field.DONE),
-            ),
-        )  # fmt: skip
+        if arena.on("embedding"):
+            embed_norm(
+                arena.of(Field.ANCHOR), self.weights.embedding, layers[0].norm,
+                arena.residual, arena.normed, eps=self.eps,
+                proposals=(
+                    arena.proposals, arena.of(Field.COUNT), arena.of(Field.LIVE_ROWS),
+                    arena.of(Field.DONE),
+                ),
+            )  # fmt: skip
         for index, layer in enumerate(layers):
             mixed = self.mix(index, layer.mixer)
-            reduce_norm(mixed, arena.residual, layer.ffn_norm, arena.normed, eps=self.eps)
+            if arena.on("norms"):
+                reduce_norm(mixed, arena.residual, layer.ffn_norm, arena.normed, eps=self.eps)
             last = index + 1 == len(layers)
             after = self.weights.norm if last else layers[index + 1].norm
-            self.feed(layer.ffn, after, self.tap(index))
-        logits = head_logits(arena, self.weights.head)
-        pick_parts(logits, arena.floors, arena.ints, arena.reals, arena.picked, arena.picked_ids)
+            if isinstance(layer.ffn, DenseFFN):
+                self._dense(layer.ffn, after, self.tap(index))
+            else:
+                self.experts(layer.ffn, after, self.tap(index))
+        logits = head_logits(arena, "head", self.weights.head)
+        if arena.on("head"):
+            pick_parts(
+                logits, arena.floors, arena.ints, arena.reals, arena.picked, arena.picked_ids
+            )
 
     def tap(self, index: int) -> Tensor | None:
         """Where layer ``index`` leaves its output for the draft."""
@@ -88,85 +101,95 @@ class TargetBody:
 
     def mix(self, index: int, mixer: KDAMixer | MLAMixer) -> Tensor:
         """Partial sums of the mixer's output."""
-        into = product(self.arena, "mixer", self.arena.normed, mixer.into)
         if isinstance(mixer, KDAMixer):
-            return self._kda(index, mixer, into)
-        return self._mla(index, mixer, into)
+            return self._kda(index, mixer)
+        return self._mla(index, mixer)
 
-    def _kda(self, index: int, mixer: KDAMixer, into: Tensor) -> Tensor:
+    def _kda(self, index: int, mixer: KDAMixer) -> Tensor:
         arena, width = self.arena, mixer.heads * mixer.size
+        into = product(arena, "KDA in", "mixer", arena.normed, mixer.into)
         core = arena.parts("core", 1, width)[0]
-        kda_verify(
-            into, mixer.conv, mixer.a_log, mixer.dt_bias, self.caches.kda[index], core,
-            start_slot=arena.of(Field.START_SLOT), live_rows=arena.of(Field.LIVE_ROWS),
-            turn=arena.of(Field.TURN), lower_bound=self.weights.config.kda_lower_bound,
-            block_v=4, warps=2,
-        )  # fmt: skip
-        splits = 2 if mixer.heads % 2 == 0 else 1
-        out = arena.parts("mixed", splits, len(mixer.out))
-        gate = into[:, :, 4 * width : 5 * width]
-        gated_gemm16(core, gate, mixer.norm, mixer.out, out, eps=self.eps)
+        if arena.on("KDA"):
+            kda_verify(
+                into, mixer.conv, mixer.a_log, mixer.dt_bias, self.caches.kda[index], core,
+                start_slot=arena.of(Field.START_SLOT), live_rows=arena.of(Field.LIVE_ROWS),
+                turn=arena.of(Field.TURN), lower_bound=self.weights.config.kda_lower_bound,
+                block_v=4, warps=2,
+            )  # fmt: skip
+        out = arena.parts("mixed", 2 if mixer.heads % 2 == 0 else 1, len(mixer.out))
+        if arena.on("KDA out"):
+            gate = into[:, :, 4 * width : 5 * width]
+            gated_gemm16(core, gate, mixer.norm, mixer.out, out, eps=self.eps)
         return out
 
-    def _mla(self, index: int, mixer: MLAMixer, into: Tensor) -> Tensor:
+    def _mla(self, index: int, mixer: MLAMixer) -> Tensor:
         arena, config = self.arena, self.weights.config
+        into = product(arena, "MLA in", "mixer", arena.normed, mixer.into)
         heads, size = mixer.heads, config.latent_dim
-        width = heads * config.qk_head_dim
-        first = width
-        queries = into[:, :, :width]
+        first = heads * config.qk_head_dim
+        queries = into[:, :, :first]
         if mixer.query is not None and mixer.query_norm is not None:
             first = mixer.query.shape[1]
             low = arena.scratch("low-rank query", (ROWS, first), arena.dtype)
-            parts_norm(into[:, :, :first], mixer.query_norm, low, eps=1e-6)
-            queries = product(arena, "queries", low, mixer.query)
+            if arena.on("MLA in"):
+                parts_norm(into[:, :, :first], mixer.query_norm, low, eps=_LATENT_EPS)
+            queries = product(arena, "MLA in", "queries", low, mixer.query)
         query = arena.scratch("query", (ROWS, heads, size), arena.dtype)
-        cursor, live = arena.of(Field.CURSOR), arena.of(Field.LIVE_ROWS)
-        latents = self.caches.latents[index]
-        mla_prepare(
-            queries, into[:, :, first : first + size], mixer.latent_norm, mixer.kv_b,
-            mixer.inverse, latents, query, cursor=cursor, live_rows=live, eps=1e-6,
-            amplitude=mixer.amplitude,
-        )  # fmt: skip
         total = arena.scratch("mla total", (arena.lanes, ROWS, heads, config.kv_lora_rank))
         peaks = arena.scratch("mla peaks", (arena.lanes, ROWS, heads))
         masses = arena.scratch("mla masses", (arena.lanes, ROWS, heads))
-        mla_attend(
-            query, latents, total, peaks, masses, cursor=cursor, live_rows=live, scale=mixer.scale
-        )
         mixed = arena.scratch("mla mixed", (ROWS, heads * mixer.value), arena.dtype)
-        gates = into[:, :, first + size :]
-        mla_combine(total, peaks, masses, mixer.kv_b, gates, mixed, live_rows=live)
-        return product(arena, "mixed", mixed, mixer.out)
+        if arena.on("MLA"):
+            cursor, live = arena.of(Field.CURSOR), arena.of(Field.LIVE_ROWS)
+            latents = self.caches.latents[index]
+            mla_prepare(
+                queries, into[:, :, first : first + size], mixer.latent_norm, mixer.kv_b,
+                mixer.inverse, latents, query, cursor=cursor, live_rows=live, eps=_LATENT_EPS,
+                amplitude=mixer.amplitude,
+            )  # fmt: skip
+            mla_attend(
+                query, latents, total, peaks, masses, cursor=cursor, live_rows=live,
+                scale=mixer.scale,
+            )  # fmt: skip
+            gates = into[:, :, first + size :]
+            mla_combine(total, peaks, masses, mixer.kv_b, gates, mixed, live_rows=live)
+        return product(arena, "MLA out", "mixed", mixed, mixer.out)
 
-    def feed(self, ffn: DenseFFN | ExpertFFN, after: Tensor, tap: Tensor | None) -> None:
-        """FFN, residual, and the norm ``after`` it."""
+    def _dense(self, ffn: DenseFFN, after: Tensor, tap: Tensor | None) -> None:
+        """Dense FFN, residual, and the norm ``after`` it."""
         arena = self.arena
-        if isinstance(ffn, DenseFFN):
-            parts = product(arena, "gate up", arena.normed, ffn.gate_up)
-            inner = arena.scratch("dense", (ROWS, ffn.down.shape[1]), arena.dtype)
+        parts = product(arena, "dense FFN", "gate up", arena.normed, ffn.gate_up)
+        inner = arena.scratch("dense", (ROWS, ffn.down.shape[1]), arena.dtype)
+        if arena.on("dense FFN"):
             swiglu16(parts, inner)
-            out = product(arena, "fed", inner, ffn.down)
+        out = product(arena, "dense FFN", "fed", inner, ffn.down)
+        if arena.on("norms"):
             reduce_norm(out, arena.residual, after, arena.normed, eps=self.eps, tap=tap)
-            return
-        config = self.weights.config
-        logits = product(arena, "router", arena.normed, ffn.router)
-        route(
-            logits, ffn.bias, arena.of(Field.LIVE_ROWS), arena.ids, arena.factors,
-            groups=config.n_group, kept_groups=config.topk_group,
-            factor=config.routed_scaling_factor, warps=4,
-        )  # fmt: skip
-        experts_up(
-            arena.normed, ffn.gate_up, arena.ids, arena.inner, limit=ffn.limit,
-            shared_limit=ffn.shared_limit, most_rows=self.most_rows,
-            block_k=_step(ffn.gate_up.shape[2], 128),
-        )  # fmt: skip
-        experts_down(
-            arena.inner, ffn.down, arena.ids, arena.each, most_rows=self.most_rows,
-            block_k=_step(ffn.down.shape[2], 64),
-        )  # fmt: skip
-        combine_norm(
-            arena.each, arena.factors, arena.residual, after, arena.normed, eps=self.eps, tap=tap
-        )
+
+    def experts(self, ffn: ExpertFFN, after: Tensor, tap: Tensor | None) -> None:
+        """Routed and shared experts, residual, and the norm ``after`` them."""
+        arena, config = self.arena, self.weights.config
+        logits = product(arena, "router", "router", arena.normed, ffn.router)
+        if arena.on("router"):
+            route(
+                logits, ffn.bias, arena.of(Field.LIVE_ROWS), arena.ids, arena.factors,
+                groups=config.n_group, kept_groups=config.topk_group,
+                factor=config.routed_scaling_factor, warps=4,
+            )  # fmt: skip
+        if arena.on("experts"):
+            experts_up(
+                arena.normed, ffn.gate_up, arena.ids, arena.inner, limit=ffn.limit,
+                shared_limit=ffn.shared_limit, most_rows=self.most_rows,
+                block_k=_step(ffn.gate_up.shape[2], 128),
+            )  # fmt: skip
+            experts_down(
+                arena.inner, ffn.down, arena.ids, arena.each, most_rows=self.most_rows,
+                block_k=_step(ffn.down.shape[2], 64),
+            )  # fmt: skip
+            combine_norm(
+                arena.each, arena.factors, arena.residual, after, arena.normed, eps=self.eps,
+                tap=tap,
+            )  # fmt: skip
 
 
 def _step(size: int, most: int) -> int:

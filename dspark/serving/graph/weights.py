@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.draft import DSparkDraftModel
+from dspark.draft.layers import DraftLayer
 from dspark.target.config import LingConfig
 from dspark.target.kda import KDA
 from dspark.target.mla import MLA
@@ -182,7 +183,8 @@ class DraftWeights:
     def of(cls, draft: DSparkDraftModel, ranks: int = 1, rank: int = 0) -> "DraftWeights":
         """Copies; heads, inner widths and the inputs of `fc` are shared by ``ranks``."""
         config = draft.config
-        attention = draft.layers[0].self_attn
+        held = [layer for layer in draft.layers if isinstance(layer, DraftLayer)]
+        attention = held[0].self_attn
         heads, groups, size = (
             attention.heads // ranks, attention.groups // ranks, attention.size,
         )  # fmt: skip
@@ -194,7 +196,7 @@ class DraftWeights:
             return linear.weight.data.chunk(ranks, 1)[rank].contiguous()
 
         layers, context = [], []
-        for layer in draft.layers:
+        for layer in held:
             one = layer.self_attn
             layers.append(
                 DraftLayerWeights(
@@ -220,7 +222,7 @@ class DraftWeights:
             groups=groups,
             size=size,
             eps=config.rms_norm_eps,
-            inverse=draft.rotary_emb.inv_freq.float(),
+            inverse=draft.rotary_emb.inv_freq.float(),  # type: ignore[operator, union-attr]
             fc=columns(draft.fc),
             context_norm=draft.hidden_norm.weight.data,
             context=torch.cat(context),
@@ -240,7 +242,8 @@ def _together(linears: Sequence[nn.Module]) -> Tensor:
     """One matrix of all of them, of which their weights become rows."""
     weights: list[nn.Parameter] = [linear.weight for linear in linears]  # type: ignore[misc]
     whole = torch.cat([weight.data for weight in weights])
-    for weight, part in zip(weights, whole.split([len(one) for one in weights]), strict=True):
+    parts = torch.split(whole, [len(one) for one in weights])
+    for weight, part in zip(weights, parts, strict=True):
         weight.data = part
     return whole
 

@@ -1,0 +1,380 @@
+"""`dspark bench step`: the time of a decode step beside the bytes it must read.
+
+One rank of a Ling-3.0 target with SYNTHETIC weights, and a draft of true shape, run as they are
+served: captured, two launches queued, state on the device. With several ranks the exchanges between
+them are left out and a stated constant is given beside the measured time. Acceptance is SIMULATED:
+a schedule says how many proposals every step keeps.
+"""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dspark.bench.roofline import Floor, step_floor
+from dspark.decoding import DecodeParams
+from dspark.draft import DSparkDraftModel
+from dspark.errors import ConfigError, RunError
+from dspark.export.config_json import from_json
+from dspark.kernels.launch import without_pdl
+from dspark.provenance import read_object
+from dspark.serving.graph.step import GraphStep, StepRecord
+from dspark.target import LingTarget
+from dspark.target.config import LingConfig
+from dspark.target.sizes import Routing
+from dspark.target.synthetic import random_model
+
+__all__ = ["ABLATIONS", "StepBench", "StepOptions", "StepTimes", "accept_schedule"]
+
+ABLATIONS = ("run-ahead", "graph", "pdl")
+"""Techniques that `--ablate` turns off, one at a time."""
+_EXCHANGE_US = 6.0
+"""Assumed time of one exchange between ranks (a sum of 16 rows, fused with the norm)."""
+_WARM_UP = 50
+_OUTPUT = 1024
+"""Tokens of a request, behind which the next one starts at the same context."""
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What is measured.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    config: Path
+    """config.json of a Ling-3.0 target, or its directory."""
+    ranks: int = 1
+    draft: str = "dspark"
+    """dspark or none."""
+    draft_config: Path | None = None
+    """Of a draft; None: the official shape, scaled to the target."""
+    block_size: int = 8
+    num_draft_tokens: int | None = None
+    context: int = 8192
+    routing: str = "independent"
+    accept_length: float | None = None
+    steps: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.draft not in ("dspark", "none"):
+            raise ConfigError(f"draft must be dspark or none, got '{self.draft}'")
+        for name, low in (("ranks", 1), ("context", 1), ("steps", 10)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} must be >= {low}, got {getattr(self, name)}")
+
+
+@dataclass
+class StepTimes:
+    """Times of one run, microseconds."""
+
+    steps_us: list[float] = field(default_factory=list)
+    launch_us: list[float] = field(default_factory=list)
+    """Of the host, to enqueue a step and to read one."""
+    ahead: list[bool] = field(default_factory=list)
+    """Whether a step was enqueued before the one before it had ended."""
+    emitted: list[int] = field(default_factory=list)
+    """Tokens a step."""
+
+    def summary(self) -> dict[str, float]:
+        """Percentiles and shares."""
+        p50, p90, p99 = np.percentile(self.steps_us, [50, 90, 99]).tolist()
+        return {
+            "step_us_p50": p50,
+            "step_us_p90": p90,
+            "step_us_p99": p99,
+            "step_us_max": max(self.steps_us),
+            "steps": len(self.steps_us),
+            "host_us_p50": float(np.percentile(self.launch_us, 50)),
+            "host_us_p99": float(np.percentile(self.launch_us, 99)),
+            "enqueued_ahead": sum(self.ahead) / max(1, len(self.ahead)),
+            "accept_length": sum(self.emitted) / len(self.emitted),
+            "tpot_us": sum(self.steps_us) / sum(self.emitted),
+        }
+
+
+def accept_schedule(accept_length: float, proposals: int, length: int = 512) -> list[int]:
+    """Accepted proposals of each step in turn, with this mean accept length (bonus included).
+
+    Raises:
+        ConfigError: the mean is outside 1..``proposals`` + 1.
+    """
+    if not 1 <= accept_length <= proposals + 1:
+        raise ConfigError(
+            f"accept length must lie in 1..{proposals + 1} ({proposals} proposals and the "
+            f"target's own token), got {accept_length}"
+        )
+    wanted = accept_length - 1
+    schedule, total = [], 0
+    for step in range(1, length + 1):
+        kept = round(wanted * step) - total
+        schedule.append(kept)
+        total += kept
+    return schedule
+
+
+class StepBench:
+    """A rank with synthetic weights, ready to step."""
+
+    def __init__(self, options: StepOptions) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("dspark bench step needs a GPU; dspark inspect gives the bytes")
+        self.options = options
+        self.device = torch.device("cuda")
+        self.config = LingConfig.from_file(options.config)
+        self.routing = Routing.parse(options.routing)
+        model = random_model(self.config, self.device, ranks=options.ranks, seed=options.seed)
+        target = LingTarget(model, "synthetic")
+        draft = self._draft() if options.draft == "dspark" else None
+        embedding = None
+        if options.ranks > 1:
+            shape = (self.config.vocab_size, self.config.hidden_size)
+            embedding = torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(
+                0, 0.02
+            )
+        self.step = GraphStep(
+            target,
+            draft,
+            context=min(options.context + 2 * _OUTPUT, self.config.max_position_embeddings),
+            num_draft_tokens=options.num_draft_tokens or (draft.block_size if draft else None),
+            embedding=embedding,
+        )
+        del draft
+        gc.collect()
+        generator = torch.Generator(self.device).manual_seed(options.seed)
+        for cache in self.step.caches.tensors():
+            cache.normal_(0, 0.1, generator=generator)
+        self.rows = self.step.limit + 1
+        accept = options.accept_length or (1 + self.step.limit) / 2
+        self.schedule = accept_schedule(accept, self.step.limit) if draft_on(options) else [0]
+        self.experts = self._route()
+
+    def floor(self, bandwidth: float) -> Floor:
+        """Bytes of a step at the context's middle, and their time."""
+        return step_floor(
+            self.step, self.rows, self.experts, self.options.context + _OUTPUT // 2, bandwidth
+        )
+
+    def run(self, *, depth: int = 2, eager: bool = False) -> StepTimes:
+        """Steps in requests of 1024 tokens each, behind a warm-up."""
+        times = StepTimes()
+        left = self.options.steps
+        self._request(_WARM_UP, depth, eager, None)
+        # a collection in the middle of a step would be the host's time, not the loop's
+        with _quiet():
+            while left > 0:
+                left -= self._request(left, depth, eager, times)
+        return times
+
+    def component(self, name: str) -> float:
+        """Microseconds a step of the kernels of one component, alone in a graph."""
+        step = self.step
+        self._start()
+        step.arena.only = name
+        try:
+            step.run_body()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step.run_body()
+            taken: list[float] = []
+            for _ in range(30):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                taken.append(begin.elapsed_time(end) * 1e3)
+        finally:
+            step.arena.only = None
+        return sorted(taken)[len(taken) // 2]
+
+    def ablate(self, name: str) -> StepTimes:
+        """`run` without one technique of `ABLATIONS`."""
+        if name == "run-ahead":
+            return self.run(depth=1)
+        if name == "graph":
+            return self.run(eager=True)
+        if name != "pdl":
+            raise ConfigError(f"ablation must be one of {', '.join(ABLATIONS)}, got '{name}'")
+        try:
+            with without_pdl():
+                self.step.capture()
+            return self.run()
+        finally:
+            self.step.capture()
+
+    @property
+    def exchanges(self) -> int:
+        """Sums between ranks that a step needs: two a layer, and some for taps, block and head."""
+        if self.options.ranks == 1:
+            return 0
+        draft = self.step.draft
+        return 2 * self.config.num_hidden_layers + 1 + (2 * len(draft.layers) + 2 if draft else 0)
+
+    def _draft(self) -> DSparkDraftModel:
+        path = self.options.draft_config
+        config = self.config
+        if path is None:
+            raw: dict[str, Any] = official_shape(config, self.options.block_size)
+        else:
+            raw = read_object(path, ConfigError)
+        shape = from_json(raw, str(path or "draft"), target_layers=config.num_hidden_layers)
+        with torch.device("meta"):
+            draft = DSparkDraftModel(shape)
+        draft.to(torch.bfloat16).to_empty(device=self.device)
+        generator = torch.Generator(self.device).manual_seed(self.options.seed + 1)
+        with torch.no_grad():
+            for name, values in draft.named_parameters():
+                if "norm" in name:
+                    values.fill_(1.0)
+                else:
+                    values.normal_(0, 0.02, generator=generator)
+            # no weights, hence left empty by to_empty
+            fresh = type(draft.rotary_emb)(shape)
+            draft.rotary_emb.inv_freq = fresh.inv_freq.to(self.device)
+        draft.requires_grad_(False)
+        return draft
+
+    def _start(self) -> None:
+        self.step.set_state(
+            cursor=self.options.context,
+            anchor=17,
+            left=_OUTPUT,
+            params=DecodeParams(max_new_tokens=_OUTPUT),
+            schedule=self.schedule,
+        )
+
+    def _request(self, most: int, depth: int, eager: bool, times: StepTimes | None) -> int:
+        """One request of at most ``most`` steps; the number of steps."""
+        step = self.step
+        self._start()
+        torch.cuda.synchronize()
+        reading, done, clock, steps = step.launched, False, 0, 0
+        while not done and steps < most:
+            begun = time.perf_counter()
+            ahead = None
+            while step.launched - reading < depth:
+                ahead = step.read(step.launched - 1) is None if step.launched > reading else None
+                step.launch(eager=eager)
+            enqueued = time.perf_counter()
+            record = self._wait(reading)
+            reading += 1
+            steps += 1
+            done = record.done != 0
+            # the first steps of a request start on an idle device
+            if times is not None and steps > 2 and not done:
+                times.steps_us.append((record.clock_ns - clock) / 1e3)
+                times.emitted.append(len(record.token_ids))
+                times.launch_us.append((enqueued - begun) * 1e6)
+                if ahead is not None:
+                    times.ahead.append(ahead)
+            clock = record.clock_ns
+        while reading < step.launched:
+            self._wait(reading)
+            reading += 1
+        return steps
+
+    def _wait(self, serial: int) -> StepRecord:
+        end = time.monotonic() + _PATIENCE_S
+        while (record := self.step.read(serial)) is None:
+            if time.monotonic() > end:
+                raise RunError(f"step {serial} gave no result for {_PATIENCE_S:.0f} s")
+        return record
+
+    def _route(self) -> float:
+        """Make the routing what was asked for; distinct experts of a layer, measured."""
+        wanted = self.routing.experts(self.config, self.rows)
+        pool = self.config.num_experts
+        found = self._distinct(pool)
+        if self.routing.independent:
+            return found
+        low, high = self.config.num_experts_per_tok, pool
+        while high - low > 1 and abs(found - wanted) > 0.25:
+            pool = (low + high) // 2
+            found = self._distinct(pool)
+            low, high = (pool, high) if found < wanted else (low, pool)
+        return found
+
+    def _distinct(self, pool: int) -> float:
+        """Distinct experts of a layer and step, if routers may choose among ``pool`` only."""
+        count, groups = self.config.num_experts, self.config.n_group
+        order = torch.arange(count, device=self.device).view(groups, -1).T.flatten()
+        generator = torch.Generator(self.device).manual_seed(self.options.seed)
+        for layer in self.step.weights.layers:
+            if (bias := getattr(layer.ffn, "bias", None)) is not None:
+                shift = torch.randn(count, generator=generator, device=self.device) * 0.1
+                bias.copy_(shift - 100.0)
+                bias[order[:pool]] += 100.0
+        seen: list[float] = []
+        body = self.step.target_body
+        plain = body.experts
+
+        def counted(*given: Any) -> None:
+            plain(*given)
+            ids = self.step.arena.ids[: self.rows]
+            seen.append(len(torch.unique(ids)))
+
+        self._start()
+        body.experts = counted  # type: ignore[method-assign, assignment]
+        try:
+            for _ in range(3):
+                self.step.run_body()
+        finally:
+            body.experts = plain  # type: ignore[method-assign]
+        return sum(seen[-2 * (len(seen) // 3) :]) / max(1, 2 * (len(seen) // 3))
+
+
+def draft_on(options: StepOptions) -> bool:
+    """Whether there is a draft."""
+    return options.draft == "dspark"
+
+
+def official_shape(config: LingConfig, block_size: int) -> dict[str, Any]:
+    """config.json of the official draft (five layers, rank 256), in this target's widths."""
+    layers = config.num_hidden_layers
+    span = layers - 4
+    return {
+        "architectures": ["LingDSparkModel"],
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": 5,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_attention_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "block_size": block_size,
+        "target_layer_ids": [round(1 + i * span / 4) for i in range(5)],
+        "num_target_layers": layers,
+        "mask_token_id": config.vocab_size - 1,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def exchange_us(count: int) -> float:
+    """Assumed time of the exchanges that were left out."""
+    return count * _EXCHANGE_US
