@@ -323,7 +323,7 @@ def mla_attend(
     block: int = 32,
     heads_per_tile: int = 4,
     warps: int = 8,
-    stages: int = 2,
+    stages: int = 3,
     pdl: bool | None = None,
 ) -> None:
     """Attention of row t over positions 0 to cursor + t, in G parts: lane g has chunks g, g + G...
