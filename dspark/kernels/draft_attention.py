@@ -1,0 +1,334 @@
+"""Attention of a draft's block: committed rows into the cache, block rows over it and themselves.
+
+Projections come as partial sums over splits of their K; they are added in order, rounded like the
+activations, normed and rotated where they are used. Lanes share the context in chunks at fixed
+places, so that a slot is added up in one order whatever the other slots hold.
+
+Symbols: R = 16 rows, S partial sums, L layers, H query heads, J key/value heads, N head size,
+G lanes, P positions a cache has room for.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dspark.kernels.launch import ROWS, begin, dot, flags
+
+__all__ = ["draft_append", "draft_attend", "draft_combine"]
+
+
+@triton.jit
+def _added(parts, place, live, S: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr):
+    """Partial sums in order, rounded like the activations."""
+    total = tl.load(parts + place, mask=live, other=0.0)
+    for part in tl.static_range(1, S):
+        total += tl.load(parts + part * PART + place, mask=live, other=0.0)
+    return total.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _scales(weight, inverse, n, N: tl.constexpr):
+    """Norm weights and frequencies of elements ``n``, and what their partners in RoPE need."""
+    other = (n + N // 2) % N
+    live = n < N
+    own = tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
+    partner = tl.load(weight + other, mask=live, other=0.0).to(tl.float32)
+    rate = tl.load(inverse + n % (N // 2), mask=live, other=0.0).to(tl.float32)
+    return own, partner, rate, other
+
+
+@triton.jit
+def _turned(
+    parts, row, own, partner, rate, other, positions, n, EPS,
+    S: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """One head of the rows that begin at ``row``, normed and rotated: [rows, N] in ``dtype``."""
+    live = n[None, :] < N
+    x = _added(parts, row[:, None] + n[None, :], live, S, PART, dtype)
+    y = _added(parts, row[:, None] + other[None, :], live, S, PART, dtype)
+    size = tl.rsqrt(tl.sum(x * x, 1) / N + EPS)[:, None]
+    # the roundings of a layer that norms, multiplies and rotates one after another
+    x = ((x * size).to(dtype).to(tl.float32) * own[None, :]).to(dtype).to(tl.float32)
+    y = ((y * size).to(dtype).to(tl.float32) * partner[None, :]).to(dtype).to(tl.float32)
+    angle = positions.to(tl.float32)[:, None] * rate[None, :]
+    cos = tl.cos(angle).to(dtype).to(tl.float32)
+    sin = tl.sin(angle).to(dtype).to(tl.float32)
+    y = tl.where(n[None, :] < N // 2, -y, y)
+    x, y = (x * cos).to(dtype).to(tl.float32), (y * sin).to(dtype).to(tl.float32)
+    return (x + y).to(dtype)
+
+
+@triton.jit
+def _append_kernel(
+    projected, norm_weights, inverse, keys, values, base, count, capacity, EPS,
+    S: tl.constexpr, L: tl.constexpr, J: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
+    BR: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    layer, head = tl.program_id(0) // J, tl.program_id(0) % J
+    rows = tl.program_id(1) * BR + tl.arange(0, BR)
+    n = tl.arange(0, NP)
+    WIDTH: tl.constexpr = L * 2 * J * N
+    own, partner, rate, other = _scales(norm_weights + layer * N, inverse, n, N)
+    begin(PDL)
+    first, live_rows = tl.load(base), tl.load(count)
+    if tl.program_id(1) * BR >= live_rows:
+        return
+    positions = first + rows
+    # a row too many must not run into the next head
+    kept = ((rows < live_rows) & (positions < capacity))[:, None] & (n[None, :] < N)
+    dtype: tl.constexpr = keys.dtype.element_ty
+    row = rows * WIDTH + (layer * 2 * J + head) * N
+    key = _turned(
+        projected, row, own, partner, rate, other, positions, n, EPS, S, ROWS * WIDTH, N, dtype
+    )
+    place = row[:, None] + J * N + n[None, :]
+    value = _added(projected, place, n[None, :] < N, S, ROWS * WIDTH, dtype)
+    start = tl.program_id(0).to(tl.int64) * capacity
+    place = (start + positions[:, None]) * N + n[None, :]
+    tl.store(keys + place, key, mask=kept)
+    tl.store(values + place, value.to(dtype), mask=kept)
+
+
+@triton.jit
+def _look(query, key, value, seen, peak, mass, mixed, SCALE, WIDE: tl.constexpr):
+    """Take [positions, N] keys and values into the running softmax of [R, N] queries."""
+    ROWS: tl.constexpr = query.shape[0]
+    scores = tl.zeros([ROWS, key.shape[0]], tl.float32)
+    scores = dot(query, tl.trans(key), scores, WIDE) * SCALE
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    new = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp(scores - new[:, None])
+    kept = tl.exp(peak - new)
+    mixed = dot(weights.to(value.dtype), value, mixed * kept[:, None], WIDE)
+    return new, mass * kept + tl.sum(weights, 1), mixed
+
+
+@triton.jit
+def _attend_kernel(
+    projected, q_norm, k_norm, inverse, keys, values, total, peaks, masses,
+    context, capacity, EPS, SCALE,
+    S: tl.constexpr, H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
+    SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    lane, head = tl.program_id(0), tl.program_id(1)
+    group = head // (H // J)
+    rows = tl.arange(0, ROWS)
+    n = tl.arange(0, NP)
+    WIDTH: tl.constexpr = (H + 2 * J) * N
+    own, partner, rate, other = _scales(q_norm, inverse, n, N)
+    begin(PDL)
+    length = tl.load(context)
+    place = (lane * ROWS + rows) * H + head
+    live = rows < SLOTS
+    if (lane > 0) & (lane * CHUNK >= length):
+        tl.store(peaks + place, tl.full([ROWS], float("-inf"), tl.float32), mask=live)
+        tl.store(masses + place, tl.zeros([ROWS], tl.float32), mask=live)
+        return
+    dtype: tl.constexpr = keys.dtype.element_ty
+    positions = length + rows
+    row = rows * WIDTH + head * N
+    query = _turned(
+        projected, row, own, partner, rate, other, positions, n, EPS, S, ROWS * WIDTH, N, dtype
+    )
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, NP], tl.float32)
+    if lane == 0:
+        own, partner, rate, other = _scales(k_norm, inverse, n, N)
+        row = rows * WIDTH + (H + group) * N
+        key = _turned(
+            projected, row, own, partner, rate, other, positions, n, EPS, S, ROWS * WIDTH, N, dtype
+        )
+        value = _added(
+            projected, row[:, None] + J * N + n[None, :], live[:, None] & (n[None, :] < N),
+            S, ROWS * WIDTH, dtype,
+        )  # fmt: skip
+        peak, mass, mixed = _look(query, key, value.to(dtype), live, peak, mass, mixed, SCALE, WIDE)
+    start = group.to(tl.int64) * capacity * N
+    c = tl.arange(0, CHUNK)
+    inside = c[:, None] * N + n[None, :]
+    for first in range(lane * CHUNK, length, tl.num_programs(0) * CHUNK):
+        seen = first + c < length
+        mask = seen[:, None] & (n[None, :] < N)
+        here = start + first * N
+        key = tl.load(keys + here + inside, mask=mask, other=0.0)
+        value = tl.load(values + here + inside, mask=mask, other=0.0)
+        peak, mass, mixed = _look(query, key, value, seen, peak, mass, mixed, SCALE, WIDE)
+    tl.store(peaks + place, peak, mask=live)
+    tl.store(masses + place, mass, mask=live)
+    mask = live[:, None] & (n[None, :] < N)
+    tl.store(total + place[:, None] * N + n[None, :], mixed, mask=mask)
+
+
+@triton.jit
+def _combine_kernel(
+    total, peaks, masses, out,
+    G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
+    SLOTS: tl.constexpr, BG: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    n = tl.arange(0, NP)
+    live = n < N
+    target = out + (row * H + head) * N + n
+    begin(PDL)
+    if row >= SLOTS:
+        tl.store(target, tl.zeros([NP], out.dtype.element_ty), mask=live)
+        return
+    at = row * H + head
+    g = tl.arange(0, GP)
+    heights = tl.load(peaks + g * (ROWS * H) + at, mask=g < G, other=float("-inf"))
+    peak = tl.max(heights, 0)
+    parts = tl.load(masses + g * (ROWS * H) + at, mask=g < G, other=0.0)
+    mass = tl.sum(parts * tl.exp(heights - peak), 0)
+    mixed = tl.zeros([NP], tl.float32)
+    for first in tl.static_range(0, GP, BG):
+        g = first + tl.arange(0, BG)
+        height = tl.load(peaks + g * (ROWS * H) + at, mask=g < G, other=float("-inf"))
+        # lanes that had nothing to look at have written no total
+        mask = (height > float("-inf"))[:, None] & live[None, :]
+        place = (g * (ROWS * H) + at).to(tl.int64)[:, None] * N + n[None, :]
+        lanes = tl.load(total + place, mask=mask, other=0.0)
+        mixed += tl.sum(lanes * tl.exp(height - peak)[:, None], 0)
+    tl.store(target, (mixed / mass).to(out.dtype.element_ty), mask=live)
+
+
+def draft_append(
+    projected: Tensor,  # [S, R, L 2 J N] float32: of each layer all keys, then all values
+    norm_weights: Tensor,  # [L, N], of the keys
+    inverse: Tensor,  # [N / 2] float32, frequencies of RoPE
+    keys: Tensor,  # [L, J, P, N]
+    values: Tensor,  # [L, J, P, N]
+    *,
+    base: Tensor,  # [1] int32, position of row 0
+    count: Tensor,  # [1] int32, live rows
+    eps: float,
+    block_rows: int = 4,
+    warps: int = 4,
+    pdl: bool | None = None,
+) -> None:
+    """`DSparkDraftModel.extend` behind the products: the live rows' keys and values of all layers.
+
+    Rows behind ``count``, or behind the cache's end, are not written. Nothing is allocated and
+    nothing waited for.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    layers, heads, capacity, size = keys.shape
+    _check(
+        "draft_append",
+        projected=(projected, (len(projected), ROWS, layers * 2 * heads * size)),
+        norm_weights=(norm_weights, (layers, size)),
+        inverse=(inverse, (size // 2,)),
+        keys=(keys, keys.shape),
+        values=(values, keys.shape),
+    )
+    if size % 2 or ROWS % block_rows:
+        raise ValueError(
+            f"draft_append wants an even head size and block_rows that divide {ROWS}, got {size} "
+            f"and {block_rows}"
+        )
+    _append_kernel[(layers * heads, ROWS // block_rows)](
+        projected, norm_weights, inverse, keys, values, base, count, capacity, eps,
+        S=len(projected), L=layers, J=heads, N=size, NP=triton.next_power_of_2(size),
+        BR=block_rows, ROWS=ROWS, num_warps=warps, **flags(projected, pdl),
+    )  # fmt: skip
+
+
+def draft_attend(
+    projected: Tensor,  # [S, R, (H + 2 J) N] float32: query heads, key heads, value heads
+    q_norm: Tensor,  # [N]
+    k_norm: Tensor,  # [N]
+    inverse: Tensor,  # [N / 2] float32
+    keys: Tensor,  # [J, P, N], of one layer
+    values: Tensor,  # [J, P, N]
+    total: Tensor,  # [G, R, H, N] float32, weighted values of a lane, not divided by its mass
+    peaks: Tensor,  # [G, R, H] float32, the lane's largest score
+    masses: Tensor,  # [G, R, H] float32, sum of exp(score - peak)
+    *,
+    context: Tensor,  # [1] int32, positions in the cache; slot k stands at context + k
+    slots: int,
+    eps: float,
+    scale: float,
+    chunk: int = 128,
+    warps: int = 4,
+    stages: int = 2,
+    pdl: bool | None = None,
+) -> None:
+    """`DraftAttention` of a block between its projections, up to `draft_combine`.
+
+    Every slot sees the context and all slots. Lane g of G takes chunks g, g + G, … of the context,
+    lane 0 the block as well; a lane without a chunk writes peak -inf, mass 0 and no total. Rows
+    behind the slots are not written. Nothing is allocated and nothing waited for.
+
+    Raises:
+        ValueError: a shape does not fit, or the slots are none or too many.
+    """
+    (groups, capacity, size), (lanes, _, heads, _) = keys.shape, total.shape
+    _check(
+        "draft_attend",
+        projected=(projected, (len(projected), ROWS, (heads + 2 * groups) * size)),
+        q_norm=(q_norm, (size,)),
+        k_norm=(k_norm, (size,)),
+        inverse=(inverse, (size // 2,)),
+        keys=(keys, keys.shape),
+        values=(values, keys.shape),
+        total=(total, (lanes, ROWS, heads, size)),
+        peaks=(peaks, (lanes, ROWS, heads)),
+        masses=(masses, (lanes, ROWS, heads)),
+    )
+    if size % 2 or heads % groups or not 1 <= slots <= ROWS:
+        raise ValueError(
+            f"draft_attend wants an even head size, query heads a multiple of the {groups} "
+            f"key heads and 1..{ROWS} slots, got {size}, {heads} and {slots}"
+        )
+    _attend_kernel[(lanes, heads)](
+        projected, q_norm, k_norm, inverse, keys, values, total, peaks, masses,
+        context, capacity, eps, scale,
+        S=len(projected), H=heads, J=groups, N=size, NP=max(16, triton.next_power_of_2(size)),
+        SLOTS=slots, CHUNK=chunk, ROWS=ROWS, num_warps=warps, num_stages=stages,
+        **flags(projected, pdl),
+    )  # fmt: skip
+
+
+def draft_combine(
+    total: Tensor,  # [G, R, H, N] float32
+    peaks: Tensor,  # [G, R, H] float32
+    masses: Tensor,  # [G, R, H] float32
+    out: Tensor,  # [R, H N]
+    *,
+    slots: int,
+    block_lanes: int = 16,
+    warps: int = 4,
+    pdl: bool | None = None,
+) -> None:
+    """Lanes of `draft_attend` to attention outputs; zeros in the rows behind the slots.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    lanes, _, heads, size = total.shape
+    _check(
+        "draft_combine",
+        total=(total, (lanes, ROWS, heads, size)),
+        peaks=(peaks, (lanes, ROWS, heads)),
+        masses=(masses, (lanes, ROWS, heads)),
+        out=(out, (ROWS, heads * size)),
+    )
+    padded = triton.next_power_of_2(lanes)
+    _combine_kernel[(ROWS, heads)](
+        total, peaks, masses, out,
+        G=lanes, GP=padded, H=heads, N=size, NP=triton.next_power_of_2(size), SLOTS=slots,
+        BG=min(padded, block_lanes), ROWS=ROWS, num_warps=warps, **flags(total, pdl),
+    )  # fmt: skip
+
+
+def _check(kernel: str, **shapes: tuple[Tensor, tuple[int, ...] | torch.Size]) -> None:
+    for name, (one, shape) in shapes.items():
+        if one.shape != shape or not one.is_contiguous():
+            raise ValueError(
+                f"{kernel} wants contiguous {name} {tuple(shape)}, got {tuple(one.shape)}"
+            )
