@@ -249,16 +249,18 @@ def test_a_chain_ends_where_confidence_is_too_low(seed: int, device: torch.devic
         pairs = Pairs.drawn(10 * seed + draw, device, wide=16)
         bias, confidence = pairs.computed()
         for threshold in (0.0, 0.4, 0.6, 1.0):
-            given = {"position": 9, "limit": 5}
             mine = chained(
-                pairs.values, pairs.ids, bias, confidence, FILTERS[1], threshold=threshold, **given
-            )
-            assert mine == pairs.proposed(FILTERS[1], threshold=threshold, **given)
+                pairs.values, pairs.ids, bias, confidence, FILTERS[1], position=9, limit=5,
+                threshold=threshold,
+            )  # fmt: skip
+            expected = pairs.proposed(FILTERS[1], position=9, limit=5, threshold=threshold)
+            assert mine == expected
             lengths.add(len(mine))
             if threshold == 0.6:
                 whole = chained(
-                    pairs.values, pairs.ids, bias, None, FILTERS[1], threshold=0.6, **given
-                )
+                    pairs.values, pairs.ids, bias, None, FILTERS[1], position=9, limit=5,
+                    threshold=threshold,
+                )  # fmt: skip
                 assert len(whole) == 5
     assert {0, 5} < lengths
 
