@@ -9,7 +9,7 @@ from dspark.kernels.filter_floor import FilterScratch, filter_floor
 
 
 ROWS = 6
-"""Live rows: each costs the interpreter a second."""
+"""Live rows: each costs the interpreter seconds, and so does each case."""
 
 
 def floors(logits: torch.Tensor, params: SamplingParams, rows: int = ROWS) -> torch.Tensor:
@@ -24,20 +24,19 @@ def floors(logits: torch.Tensor, params: SamplingParams, rows: int = ROWS) -> to
     return out
 
 
+CASES = [
+    SamplingParams(temperature=0.7, top_k=1),
+    SamplingParams(temperature=1.0, top_k=20, top_p=0.95),
+    SamplingParams(temperature=1.3, top_p=0.5),
+    SamplingParams(temperature=1.0, top_p=0.999, min_p=0.05),
+    SamplingParams(temperature=0.6, min_p=0.2),
+    SamplingParams(temperature=2.0, top_k=100000),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.7, top_k=1),
-        SamplingParams(temperature=1.0, top_k=20, top_p=0.95),
-        SamplingParams(temperature=1.3, top_p=0.5),
-        SamplingParams(temperature=1.0, top_p=0.999, min_p=0.05),
-        SamplingParams(temperature=0.6, min_p=0.2),
-        SamplingParams(temperature=2.0, top_k=100000),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("params", CASES if torch.cuda.is_available() else CASES[1:4:2], ids=str)
+@pytest.mark.parametrize("seed", [0, 1, 2] if torch.cuda.is_available() else [0])
 def test_what_stays_is_what_the_filters_leave(
     params: SamplingParams, seed: int, device: torch.device
 ) -> None:

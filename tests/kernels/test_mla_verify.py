@@ -252,7 +252,7 @@ def test_rotations_hold_far_out(seed: int, device: torch.device) -> None:
     kernels.prepare(queries, latent, cursor, 12)
     positions = cursor + torch.arange(12, device=device)[None]
     turned = layer._rotary(queries[:, :12].unflatten(2, (4, 24))[..., 16:], positions)
-    # an angle of 2e5 is known to 1 / 64 of a turn's radian; both compute the same one
+    # float32 has angles of 2e5 in steps of 1 / 64: only the same product gives the same turn
     torch.testing.assert_close(kernels.query[:12, :, 32:], turned[0], rtol=1e-5, atol=1e-5)
     assert kernels.query[12:].isnan().all()
     key = layer._rotary(latent[:, :12, 32:], positions)

@@ -21,6 +21,7 @@ from dspark.decoding.sampling import pick
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.kernels.accept import RING, STOP_IDS, Done, Field, Real, Record, accept
+from dspark.kernels.filter_floor import FilterScratch, filter_floor
 from dspark.serving.graph.arena import MOST_SCHEDULE, Arena, Caches
 from dspark.serving.graph.draft_body import DraftBody
 from dspark.serving.graph.prompt import fill_context, hand_over
@@ -95,11 +96,14 @@ class GraphStep:
             self._draft_body = DraftBody(
                 self.draft, self.weights, self.arena, self.caches, model.ranks, model.rank
             )
+        self._filters = FilterScratch(target.device)
         on_gpu = target.device.type == "cuda"
         self._mailbox = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
         self._ring = torch.zeros(self.arena.ring.shape, dtype=torch.int32, pin_memory=on_gpu)
         self._records = self._ring.numpy()
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._filtered = False
+        """Whether the running request filters what it samples, for which there is a graph more."""
         self.request = 0
         self.launched = 0
 
@@ -155,6 +159,10 @@ class GraphStep:
         if params.num_draft_tokens is not None:
             most = min(most, params.num_draft_tokens)
         sampling: SamplingParams = params.sampling
+        filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self._filtered = filters and not sampling.greedy
+        if not self._filtered:
+            self.arena.floors.fill_(float("-inf"))
         ints = torch.zeros_like(self.arena.ints, device="cpu")
         for field, value in {
             Field.CURSOR: cursor,
@@ -185,9 +193,11 @@ class GraphStep:
     def run_body(self) -> None:
         """Launch every kernel of a step once."""
         arena = self.arena
-        if self._draft_body is not None:
-            self._draft_body()
-        self.target_body()
+        self.propose()
+        logits = self.target_body.verify()
+        if self._filtered and arena.on("filters"):
+            filter_floor(logits, arena.ints, arena.reals, self._filters, arena.floors)
+        self.target_body.pick(logits)
         if not arena.on("accept"):
             return
         accept(
@@ -200,6 +210,11 @@ class GraphStep:
         self.run_body()
         self._ring.copy_(self.arena.ring, non_blocking=True)
 
+    def propose(self) -> None:
+        """Launch the draft."""
+        if self._draft_body is not None:
+            self._draft_body()
+
     @torch.no_grad()
     def capture(self) -> None:
         """Compile the kernels and capture the step; done by the first launch if not before."""
@@ -209,7 +224,7 @@ class GraphStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._enqueue()
-        self._graph = graph
+        self._graphs[self._filtered] = graph
         for one, old in zip((self.arena.ints, self.arena.ring), kept, strict=True):
             one.copy_(old)
 
@@ -221,10 +236,9 @@ class GraphStep:
         if eager or self.device.type != "cuda":
             self._enqueue()
             return serial
-        if self._graph is None:
+        if self._filtered not in self._graphs:
             self.capture()
-        assert self._graph is not None
-        self._graph.replay()
+        self._graphs[self._filtered].replay()
         return serial
 
     def read(self, serial: int) -> StepRecord | None:

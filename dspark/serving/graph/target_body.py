@@ -51,7 +51,7 @@ def head_logits(arena: Arena, component: str, weight: Tensor) -> Tensor:
 
 
 class TargetBody:
-    """Calls every kernel of the target's part once; capturing them is the caller's work."""
+    """Launches every kernel of the target once; capturing them is the caller's work."""
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class TargetBody:
         self.layer_ids, self.most_rows = layer_ids, most_rows
         self.eps = weights.config.rms_norm_eps
 
-    def __call__(self) -> None:
+    def verify(self) -> Tensor:
+        """Logits [R, V] float32 behind every row."""
         arena, layers = self.arena, self.weights.layers
         if arena.on("embedding"):
             embed_norm(
@@ -86,7 +87,11 @@ class TargetBody:
                 self._dense(layer.ffn, after, self.tap(index))
             else:
                 self.experts(layer.ffn, after, self.tap(index))
-        logits = head_logits(arena, "head", self.weights.head)
+        return head_logits(arena, "head", self.weights.head)
+
+    def pick(self, logits: Tensor) -> None:
+        """The best of each part of the vocabulary, for every row."""
+        arena = self.arena
         if arena.on("head"):
             pick_parts(
                 logits, arena.floors, arena.ints, arena.reals, arena.picked, arena.picked_ids

@@ -131,6 +131,12 @@ def unsupported(model: LingModel, draft: DSparkDraftModel | None) -> str | None:
         return f"the shared expert is {shared} wide, the others {config.moe_intermediate_size}"
     if config.num_experts & (config.num_experts - 1) or config.n_group & (config.n_group - 1):
         return f"{config.num_experts} experts in {config.n_group} groups are no powers of two"
+    if config.q_lora_rank is not None and config.q_lora_rank % 16:
+        return f"the low-rank query of {config.q_lora_rank} is no multiple of 16"
+    inner = (config.moe_intermediate_size // model.ranks, config.intermediate_size // model.ranks)
+    for size in (config.hidden_size, *inner):
+        if size % 16:
+            return f"a width of {size} is no multiple of 16"
     if config.short_conv_kernel_size != 4:
         return f"convolutions have {config.short_conv_kernel_size} taps instead of 4"
     if config.head_dim & (config.head_dim - 1) or config.head_dim < 16:

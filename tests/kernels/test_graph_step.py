@@ -1,0 +1,193 @@
+"""The captured step: the target's own output, whatever is proposed, in whatever width.
+
+On a GPU long outputs through the graph; on a CPU a few steps of the same launches through the
+interpreter, which takes half a minute a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dspark.decoding import DecodeParams, SamplingParams, decode
+from dspark.errors import ConfigError
+from dspark.kernels.accept import Done, Field
+from dspark.serving.graph import step as graph_step
+from dspark.serving.graph.decoder import GraphDecoder
+from dspark.serving.graph.step import GraphStep
+from dspark.target import LingTarget
+from dspark.testing import TINY_LING, tiny_draft, tiny_ling
+
+GREEDY = DecodeParams(max_new_tokens=256, ignore_eos=True)
+SAMPLED = replace(GREEDY, sampling=SamplingParams(temperature=0.8, seed=(5 << 33) + 3))
+FILTERED = replace(
+    GREEDY, sampling=SamplingParams(temperature=1.0, top_p=0.9, top_k=20, min_p=0.02, seed=11)
+)
+
+
+def ling(device: torch.device, variant: str = "flash") -> LingTarget:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target = tiny_ling(variant, dtype=dtype)
+    target.model.to(device)
+    return target
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(4, 500, (length,), generator=generator).tolist()
+    return ids
+
+
+class Oracle:
+    """Proposes what it was told, at the positions it was told: a draft as good as one likes."""
+
+    def __init__(self, step: GraphStep, seed: int) -> None:
+        self.step = step
+        self.table = torch.zeros(2048, dtype=torch.int32, device=step.device)
+        self.slots = torch.arange(16, device=step.device)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def tell(self, tokens: Sequence[int], wrong: float) -> None:
+        """Propose ``tokens``, a share ``wrong`` of them mistaken."""
+        known = torch.tensor(list(tokens), dtype=torch.int32)
+        noise = torch.rand(len(known), generator=self.generator) < wrong
+        self.table[: len(known)] = torch.where(noise, known ^ 1, known).to(self.table.device)
+
+    def __call__(self) -> None:
+        arena = self.step.arena
+        at = arena.of(Field.CURSOR).long() + 1 + self.slots
+        arena.proposals.copy_(self.table[at])
+        arena.of(Field.COUNT).copy_(arena.of(Field.LIMIT))
+
+
+def with_oracle(
+    target: LingTarget, context: int = 512, limit: int = 15
+) -> tuple[GraphStep, Oracle]:
+    """A step without a draft model that verifies up to ``limit`` proposals all the same."""
+    step = GraphStep(target, None, context=context)
+    step.limit = step.target_body.most_rows = limit
+    step.target_body.most_rows += 1
+    oracle = Oracle(step, 0)
+    step.propose = oracle  # type: ignore[method-assign]
+    return step, oracle
+
+
+def outputs(
+    step: GraphStep, ids: Sequence[int], params: DecodeParams
+) -> tuple[list[int], list[int]]:
+    """Tokens, and how many proposals each step kept."""
+    commits = list(GraphDecoder(step).stream(ids, params))
+    assert commits[-1].finish_reason is not None
+    return [one for c in commits for one in c.token_ids], [c.num_accepted for c in commits[1:]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "seeded", "filters"])
+def test_proposals_never_change_the_output(params: DecodeParams) -> None:
+    target = ling(torch.device("cuda"))
+    plain = GraphStep(target, None, context=512)
+    step, oracle = with_oracle(target)
+    widths = set()
+    for seed in range(32):
+        ids = prompt(seed, 3 + 7 * seed)
+        expected, _ = outputs(plain, ids, params)
+        assert len(expected) == 256
+        oracle.tell(ids + expected + [0] * 32, wrong=(seed % 8) / 10)
+        limited = replace(params, num_draft_tokens=1 + seed % 15)
+        found, kept = outputs(step, ids, limited)
+        assert found == expected, seed
+        widths.update(kept)
+        if seed % 8 == 0:
+            assert len(kept) <= 256 // (2 + seed % 15) + 1
+    assert widths >= set(range(9))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "seeded", "filters"])
+@pytest.mark.parametrize("threshold", [0.0, 0.4])
+def test_a_real_draft_never_changes_the_output(params: DecodeParams, threshold: float) -> None:
+    target = ling(torch.device("cuda"))
+    draft = tiny_draft(target, block_size=12).to("cuda", torch.bfloat16)
+    draft.attach(target.embed_weight, target.head_weight)
+    plain, step = GraphStep(target, None, context=512), GraphStep(target, draft, context=512)
+    for seed in range(8):
+        ids = prompt(seed, 5 + 11 * seed)
+        expected, _ = outputs(plain, ids, params)
+        found, kept = outputs(step, ids, replace(params, confidence_threshold=threshold))
+        assert found == expected, seed
+        assert len(kept) <= 255
+
+
+@pytest.mark.slow
+def test_a_few_steps_are_those_of_the_reference(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_step, "_LANES", 2)
+    target = ling(device)
+    params = replace(GREEDY, max_new_tokens=7)
+    ids = prompt(0, 20)
+    expected = decode(target, None, ids, params).token_ids
+    step, oracle = with_oracle(target, context=64, limit=3)
+    oracle.tell([*ids, *expected[:3], 1, *expected[4:], 0, 0, 0, 0], wrong=0.0)
+    found, kept = outputs(step, ids, params)
+    assert found == expected
+    assert kept == [2, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_logits_are_those_of_the_reference() -> None:
+    device = torch.device("cuda")
+    target = ling(device)
+    step = GraphStep(target, None, context=512)
+    for seed in range(4):
+        ids = prompt(seed, 40 + 30 * seed)
+        first = step.begin(ids, GREEDY)
+        while step.read(step.launch()) is None:
+            torch.cuda.synchronize()
+        cache = target.new_cache()
+        target.prefill(cache, torch.tensor(ids))
+        rows = target.verify(cache, torch.tensor([first]))
+        found = step.arena.parts("logits", 1, 512)[0, 0]
+        torch.testing.assert_close(found, rows.logits[0].float(), rtol=0.05, atol=0.15)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_stops_budgets_and_aborts_end_a_request() -> None:
+    target = ling(torch.device("cuda"))
+    step, oracle = with_oracle(target)
+    ids = prompt(3, 30)
+    expected, _ = outputs(step, ids, GREEDY)
+    oracle.tell(ids + expected + [0] * 32, wrong=0.0)
+    stop = expected[20]
+    cut = expected.index(stop) + 1
+    found, _ = outputs(step, ids, replace(GREEDY, stop_ids=frozenset({stop, 1}), ignore_eos=True))
+    assert found == expected[:cut]
+    for budget in (1, 2, 16, 17, 18):
+        found, _ = outputs(step, ids, replace(GREEDY, max_new_tokens=budget))
+        assert found == expected[:budget]
+    # a caller that goes away, and the next request
+    stream = GraphDecoder(step).stream(ids, GREEDY)
+    next(stream), next(stream)
+    stream.close()
+    assert step.read(step.launched - 1).done == Done.ABORT  # type: ignore[union-attr]
+    assert outputs(step, ids, GREEDY)[0] == expected
+    # the context ends it as well
+    long = prompt(9, 500)
+    assert len(outputs(step, long, GREEDY)[0]) == 12
+
+
+def test_what_the_kernels_cannot_run_is_said(device: torch.device) -> None:
+    with pytest.raises(ConfigError, match="low-rank query of 24"):
+        GraphStep(ling(device, "tiny"), None, context=64)
+    target = ling(device)
+    with pytest.raises(ConfigError, match=r"context must lie in 1\.\.512, got 513"):
+        GraphStep(target, None, context=513)
+    gated = tiny_draft(target, markov_head_type="gated")
+    with pytest.raises(ConfigError, match="Markov head is 'gated'"):
+        GraphStep(target, gated, context=64)
+    assert TINY_LING["tiny"]["q_lora_rank"] == 24
