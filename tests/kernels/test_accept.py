@@ -37,8 +37,7 @@ class Step:
         self.set({Field.LIVE_ROWS: rows})
         pick_parts(logits, self.floors, self.ints, self.reals, self.values, self.ids, block=32)
         best = self.values[:rows].argmax(1, keepdim=True)
-        chosen: list[int] = self.ids[:rows].gather(1, best)[:, 0].tolist()
-        return chosen
+        return [int(one) for one in self.ids[:rows].gather(1, best)[:, 0]]
 
     def run(self, choices: Sequence[int], proposals: Sequence[int]) -> np.ndarray:
         """`accept` with these choices of the target; its record."""

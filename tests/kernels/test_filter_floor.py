@@ -7,7 +7,6 @@ from dspark.decoding.sampling import SamplingParams, filter_logits
 from dspark.kernels.accept import Field, Real
 from dspark.kernels.filter_floor import FilterScratch, filter_floor
 
-
 ROWS = 6
 """Live rows: each costs the interpreter seconds, and so does each case."""
 
