@@ -179,6 +179,7 @@ class StepBench:
         """Microseconds a step of the kernels of one component, alone in a graph."""
         step = self.step
         self._start()
+        step.run_body()  # rows are live and experts chosen
         step.arena.only = name
         try:
             step.run_body()
@@ -362,6 +363,9 @@ def official_shape(config: LingConfig, block_size: int) -> dict[str, Any]:
         "mask_token_id": config.vocab_size - 1,
         "markov_rank": 256,
         "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "hidden_act": "silu",
     }
 
 

@@ -31,13 +31,10 @@ def begin(PDL: tl.constexpr):
 
 @triton.jit
 def dot(left, right, total, WIDE: tl.constexpr):
-    """``total`` + ``left`` @ ``right``, in float32 throughout if ``WIDE``."""
+    """``total`` + ``left`` @ ``right``; in float32 throughout if ``WIDE``."""
     if WIDE:
         left, right = left.to(tl.float32), right.to(tl.float32)
-        total = tl.dot(left, right, total, input_precision="ieee")
-    else:
-        total = tl.dot(left, right, total)
-    return total
+    return tl.dot(left, right, total, input_precision="ieee")
 
 
 _switched_off = False

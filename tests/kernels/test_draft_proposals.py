@@ -237,6 +237,9 @@ def test_chains_are_those_of_the_proposer(
         mine = chained(pairs.values, pairs.ids, bias, confidence, params, position=41, limit=limit)
         assert mine == pairs.proposed(params, position=41, limit=limit)
         assert len(mine) == min(limit, 5)
+    # slots that are not asked for, with candidates in them
+    few = (pairs.values[:3], pairs.ids[:3], bias[:3], confidence[:3])
+    assert chained(*few, params, position=41, limit=9) == mine[:3]
     plain = chained(pairs.values, pairs.ids, None, None, params, position=6, limit=5)
     assert plain == pairs.proposed(params, position=6, limit=5, markov=False, confident=False)
     assert plain != mine

@@ -105,20 +105,17 @@ class DraftBody:
         values = arena.scratch("candidates", (slots, count))
         ids = arena.scratch("candidate ids", (slots, count), torch.int32)
         shortlist(logits, values, ids, slots=slots, per_part=SHORTLIST_EACH, parts=SHORTLIST_PARTS)
-        bias = confidence = None
         w1, w2 = weights.markov or (None, None)
-        if weights.markov is not None:
-            bias = arena.scratch("bias", (slots, count, count))
         conf_weight, conf_bias = weights.confidence or (None, None)
-        if weights.confidence is not None:
-            confidence = arena.scratch("confidence", (slots, count))
-        if bias is not None or confidence is not None:
-            pair_bias(
-                ids, arena.of(Field.ANCHOR), w1, w2, arena.normed, conf_weight, conf_bias, bias,
-                confidence, slots=slots,
-            )  # fmt: skip
+        bias = arena.scratch("bias", (slots, count, count))
+        confidence = arena.scratch("confidence", (slots, count))
+        pair_bias(
+            ids, arena.of(Field.ANCHOR), w1, w2, arena.normed, conf_weight, conf_bias, bias,
+            confidence, slots=slots,
+        )  # fmt: skip
         chain(
-            values, ids, bias, confidence, arena.proposals, arena.of(Field.COUNT),
+            values, ids, bias if weights.markov else None,
+            confidence if weights.confidence else None, arena.proposals, arena.of(Field.COUNT),
             position=arena.of(Field.CURSOR), limit=arena.of(Field.LIMIT),
             threshold=arena.real(Real.THRESHOLD), temperature=arena.real(Real.TEMPERATURE),
             top_p=arena.real(Real.TOP_P), top_k=arena.of(Field.TOP_K),
