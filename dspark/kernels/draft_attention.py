@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dspark.kernels.launch import ROWS, begin, dot, flags
 
-__all__ = ["draft_append", "draft_attend", "draft_combine"]
+__all__ = ["draft_append", "draft_attend", "draft_combine", "draft_rotate"]
 
 
 @triton.jit
@@ -105,10 +105,36 @@ def _look(query, key, value, seen, peak, mass, mixed, SCALE, WIDE: tl.constexpr)
 
 
 @triton.jit
-def _attend_kernel(
-    projected, q_norm, k_norm, inverse, keys, values, total, peaks, masses,
-    context, capacity, EPS, SCALE,
+def _rotate_kernel(
+    projected, q_norm, k_norm, inverse, block, context, EPS,
     S: tl.constexpr, H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
+    BR: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    rows = tl.program_id(1) * BR + tl.arange(0, BR)
+    n = tl.arange(0, NP)
+    WIDTH: tl.constexpr = (H + 2 * J) * N
+    own, partner, rate, other = _scales(q_norm if head < H else k_norm, inverse, n, N)
+    begin(PDL)
+    dtype: tl.constexpr = block.dtype.element_ty
+    row = rows * WIDTH + head * N
+    place = (head * ROWS + rows)[:, None] * N + n[None, :]
+    if head < H + J:
+        new = _turned(
+            projected, row, own, partner, rate, other, tl.load(context) + rows, n, EPS,
+            S, ROWS * WIDTH, N, dtype,
+        )  # fmt: skip
+    else:
+        new = _added(
+            projected, row[:, None] + n[None, :], n[None, :] < N, S, ROWS * WIDTH, dtype
+        ).to(dtype)
+    tl.store(block + place, new, mask=n[None, :] < N)
+
+
+@triton.jit
+def _attend_kernel(
+    block, keys, values, total, peaks, masses, context, capacity, SCALE,
+    H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
     SLOTS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -116,8 +142,6 @@ def _attend_kernel(
     group = head // (H // J)
     rows = tl.arange(0, ROWS)
     n = tl.arange(0, NP)
-    WIDTH: tl.constexpr = (H + 2 * J) * N
-    own, partner, rate, other = _scales(q_norm, inverse, n, N)
     begin(PDL)
     length = tl.load(context)
     place = (lane * ROWS + rows) * H + head
@@ -126,39 +150,30 @@ def _attend_kernel(
         tl.store(peaks + place, tl.full([ROWS], float("-inf"), tl.float32), mask=live)
         tl.store(masses + place, tl.zeros([ROWS], tl.float32), mask=live)
         return
-    dtype: tl.constexpr = keys.dtype.element_ty
-    positions = length + rows
-    row = rows * WIDTH + head * N
-    query = _turned(
-        projected, row, own, partner, rate, other, positions, n, EPS, S, ROWS * WIDTH, N, dtype
-    )
+    tile = rows[:, None] * N + n[None, :]
+    inner = n[None, :] < N
+    query = tl.load(block + head * ROWS * N + tile, mask=inner, other=0.0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, NP], tl.float32)
     if lane == 0:
-        own, partner, rate, other = _scales(k_norm, inverse, n, N)
-        row = rows * WIDTH + (H + group) * N
-        key = _turned(
-            projected, row, own, partner, rate, other, positions, n, EPS, S, ROWS * WIDTH, N, dtype
-        )
-        value = _added(
-            projected, row[:, None] + J * N + n[None, :], live[:, None] & (n[None, :] < N),
-            S, ROWS * WIDTH, dtype,
-        )  # fmt: skip
-        peak, mass, mixed = _look(query, key, value.to(dtype), live, peak, mass, mixed, SCALE, WIDE)
+        mine = block + (H + group) * ROWS * N + tile
+        key = tl.load(mine, mask=inner, other=0.0)
+        value = tl.load(mine + J * ROWS * N, mask=live[:, None] & inner, other=0.0)
+        peak, mass, mixed = _look(query, key, value, live, peak, mass, mixed, SCALE, WIDE)
     start = group.to(tl.int64) * capacity * N
     c = tl.arange(0, CHUNK)
     inside = c[:, None] * N + n[None, :]
     for first in range(lane * CHUNK, length, tl.num_programs(0) * CHUNK):
         seen = first + c < length
-        mask = seen[:, None] & (n[None, :] < N)
+        mask = seen[:, None] & inner
         here = start + first * N
         key = tl.load(keys + here + inside, mask=mask, other=0.0)
         value = tl.load(values + here + inside, mask=mask, other=0.0)
         peak, mass, mixed = _look(query, key, value, seen, peak, mass, mixed, SCALE, WIDE)
     tl.store(peaks + place, peak, mask=live)
     tl.store(masses + place, mass, mask=live)
-    mask = live[:, None] & (n[None, :] < N)
+    mask = live[:, None] & inner
     tl.store(total + place[:, None] * N + n[None, :], mixed, mask=mask)
 
 
@@ -238,11 +253,49 @@ def draft_append(
     )  # fmt: skip
 
 
-def draft_attend(
+def draft_rotate(
     projected: Tensor,  # [S, R, (H + 2 J) N] float32: query heads, key heads, value heads
     q_norm: Tensor,  # [N]
     k_norm: Tensor,  # [N]
     inverse: Tensor,  # [N / 2] float32
+    block: Tensor,  # [H + 2 J, R, N], of the caches' dtype
+    *,
+    context: Tensor,  # [1] int32; slot k stands at context + k
+    groups: int,  # J
+    eps: float,
+    block_rows: int = 4,
+    warps: int = 4,
+    pdl: bool | None = None,
+) -> None:
+    """Queries, keys and values of a block as `draft_attend` reads them: normed and rotated.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    every, _, size = block.shape
+    _check(
+        "draft_rotate",
+        projected=(projected, (len(projected), ROWS, every * size)),
+        q_norm=(q_norm, (size,)),
+        k_norm=(k_norm, (size,)),
+        inverse=(inverse, (size // 2,)),
+        block=(block, (every, ROWS, size)),
+    )
+    heads = every - 2 * groups
+    if size % 2 or ROWS % block_rows or heads < 1:
+        raise ValueError(
+            f"draft_rotate wants an even head size, block_rows that divide {ROWS} and query heads "
+            f"beside 2 x {groups} others, got {size}, {block_rows} and {every} heads"
+        )
+    _rotate_kernel[(every, ROWS // block_rows)](
+        projected, q_norm, k_norm, inverse, block, context, eps,
+        S=len(projected), H=heads, J=groups, N=size, NP=triton.next_power_of_2(size),
+        BR=block_rows, ROWS=ROWS, num_warps=warps, **flags(projected, pdl),
+    )  # fmt: skip
+
+
+def draft_attend(
+    block: Tensor,  # [H + 2 J, R, N], from `draft_rotate`
     keys: Tensor,  # [J, P, N], of one layer
     values: Tensor,  # [J, P, N]
     total: Tensor,  # [G, R, H, N] float32, weighted values of a lane, not divided by its mass
@@ -251,14 +304,13 @@ def draft_attend(
     *,
     context: Tensor,  # [1] int32, positions in the cache; slot k stands at context + k
     slots: int,
-    eps: float,
     scale: float,
     chunk: int = 128,
     warps: int = 4,
     stages: int = 2,
     pdl: bool | None = None,
 ) -> None:
-    """`DraftAttention` of a block between its projections, up to `draft_combine`.
+    """`DraftAttention` of a block between its projections, from `draft_rotate` to `draft_combine`.
 
     Every slot sees the context and all slots. Lane g of G takes chunks g, g + G, … of the context,
     lane 0 the block as well; a lane without a chunk writes peak -inf, mass 0 and no total. Rows
@@ -267,30 +319,26 @@ def draft_attend(
     Raises:
         ValueError: a shape does not fit, or the slots are none or too many.
     """
-    (groups, capacity, size), (lanes, _, heads, _) = keys.shape, total.shape
+    (groups, _, size), (lanes, _, heads, _) = keys.shape, total.shape
     _check(
         "draft_attend",
-        projected=(projected, (len(projected), ROWS, (heads + 2 * groups) * size)),
-        q_norm=(q_norm, (size,)),
-        k_norm=(k_norm, (size,)),
-        inverse=(inverse, (size // 2,)),
+        block=(block, (heads + 2 * groups, ROWS, size)),
         keys=(keys, keys.shape),
         values=(values, keys.shape),
         total=(total, (lanes, ROWS, heads, size)),
         peaks=(peaks, (lanes, ROWS, heads)),
         masses=(masses, (lanes, ROWS, heads)),
     )
-    if size % 2 or heads % groups or not 1 <= slots <= ROWS:
+    if heads % groups or not 1 <= slots <= ROWS:
         raise ValueError(
-            f"draft_attend wants an even head size, query heads a multiple of the {groups} "
-            f"key heads and 1..{ROWS} slots, got {size}, {heads} and {slots}"
+            f"draft_attend wants query heads a multiple of the {groups} key heads and 1..{ROWS} "
+            f"slots, got {heads} and {slots}"
         )
     _attend_kernel[(lanes, heads)](
-        projected, q_norm, k_norm, inverse, keys, values, total, peaks, masses,
-        context, capacity, eps, scale,
-        S=len(projected), H=heads, J=groups, N=size, NP=max(16, triton.next_power_of_2(size)),
+        block, keys, values, total, peaks, masses, context, keys.shape[1], scale,
+        H=heads, J=groups, N=size, NP=max(16, triton.next_power_of_2(size)),
         SLOTS=slots, CHUNK=chunk, ROWS=ROWS, num_warps=warps, num_stages=stages,
-        **flags(projected, pdl),
+        **flags(block, pdl),
     )  # fmt: skip
 
 

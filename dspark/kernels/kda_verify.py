@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.launch import ROWS, begin, flags
+from dspark.kernels.launch import ROWS, begin, fetch, flags, pieces
 
 __all__ = ["KDASlots", "kda_verify"]
 
@@ -46,8 +46,8 @@ class KDASlots:
 
 @triton.jit
 def _kda_kernel(
-    projected, conv, a_log, dt_bias, states, inputs, out, start_slot, live_rows, turn, LOWER,
-    S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
+    projected, conv, a_log, dt_bias, norm, states, inputs, out, squares, start_slot, live_rows,
+    turn, ahead, LOWER, PIECES: tl.constexpr, EACH: tl.constexpr, S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
@@ -65,7 +65,10 @@ def _kda_kernel(
     v2, v3 = tl.load(conv + vc * W + 2), tl.load(conv + vc * W + 3)
     rate = tl.exp(tl.load(a_log + head))
     bias = tl.load(dt_bias + head * K + k)
+    scale = tl.load(norm + v).to(tl.float32)
     begin(PDL)
+    TILES: tl.constexpr = K // BV
+    fetch(ahead, head * TILES + tl.program_id(0), H * TILES, PIECES, EACH, WIDE)
     slot, count, side = tl.load(start_slot), tl.load(live_rows), tl.load(turn) % 2
     # the inputs that stand before this step, and where those of this step go
     SIDE: tl.constexpr = (W - 1 + ROWS) * 3 * WIDTH
@@ -92,15 +95,16 @@ def _kda_kernel(
     PART: tl.constexpr = ROWS * ROW
     dtype: tl.constexpr = inputs.dtype.element_ty
     fc, bc = 3 * WIDTH + head * K + k, 5 * WIDTH + head
+    zc = 4 * WIDTH + head * K + v
     qn, kn = _whole(projected + qc, S, PART, dtype), _whole(projected + kc, S, PART, dtype)
     vn, fn = _whole(projected + vc, S, PART, dtype), _whole(projected + fc, S, PART, dtype)
-    bn = _whole(projected + bc, S, PART, dtype)
+    bn, zn = _whole(projected + bc, S, PART, dtype), _whole(projected + zc, S, PART, dtype)
     for t in range(count):
-        q_raw, k_raw, v_raw, f, b = qn, kn, vn, fn, bn
+        q_raw, k_raw, v_raw, f, b, z = qn, kn, vn, fn, bn, zn
         row = projected + tl.minimum(t + 1, ROWS - 1) * ROW
         qn, kn = _whole(row + qc, S, PART, dtype), _whole(row + kc, S, PART, dtype)
         vn, fn = _whole(row + vc, S, PART, dtype), _whole(row + fc, S, PART, dtype)
-        bn = _whole(row + bc, S, PART, dtype)
+        bn, zn = _whole(row + bc, S, PART, dtype), _whole(row + zc, S, PART, dtype)
         here = new + t * 3 * WIDTH
         if tl.program_id(0) == 0:
             tl.store(here + qc, q_raw)
@@ -117,7 +121,10 @@ def _kda_kernel(
         state = state * left[None, :]
         error = value - tl.sum(state * key[None, :], 1)
         state = state + (beta * error)[:, None] * key[None, :]
-        tl.store(out + t * WIDTH + head * K + v, tl.sum(state * query[None, :], 1))
+        read = tl.sum(state * query[None, :], 1)
+        gated = read * scale * tl.sigmoid(z.to(tl.float32))
+        tl.store(out + t * WIDTH + head * K + v, gated)
+        tl.store(squares + (t * H + head) * TILES + tl.program_id(0), tl.sum(read * read))
         tl.store(states + (t + 1) * (H * K * K) + place, state)
 
 
@@ -143,8 +150,10 @@ def kda_verify(
     conv: Tensor,  # [3 H K, W], of q, k and v
     a_log: Tensor,  # [H] float32
     dt_bias: Tensor,  # [H K] float32
+    norm: Tensor,  # [K], weight of the output's norm
     slots: KDASlots,
-    out: Tensor,  # [R, H K] float32, before the gated norm
+    out: Tensor,  # [R, H K] float32
+    squares: Tensor,  # [R, H, K / block_v] float32
     *,
     start_slot: Tensor,  # [1] int32, accepted rows of the last step: the slot to start from
     live_rows: Tensor,  # [1] int32, T
@@ -152,11 +161,14 @@ def kda_verify(
     lower_bound: float,
     block_v: int = 8,
     warps: int = 4,
+    ahead: Tensor | None = None,  # weights that the next kernels read
     pdl: bool | None = None,
 ) -> None:
     """`target.kda.recurrence` behind `short_convolution`, with ``slots`` moved on by T rows.
 
-    Rows behind T are not written. Nothing is allocated and nothing waited for.
+    ``out`` is gated and multiplied by the norm's weight; what the norm divides by follows from
+    ``squares``, the sums of squares of each program's channels before that (`gated_gemm16`). Rows
+    behind T are not written. Nothing is allocated and nothing waited for.
 
     Raises:
         ValueError: a shape does not fit.
@@ -168,14 +180,17 @@ def kda_verify(
         "conv": (conv, (3 * width, 4)),
         "states": (slots.states, (ROWS + 1, heads, size, size)),
         "inputs": (slots.inputs, (2, 3 + ROWS, 3 * width)),
+        "norm": (norm, (size,)),
         "out": (out, (ROWS, width)),
+        "squares": (squares, (ROWS, heads, size // block_v)),
     }
     for name, (one, shape) in shapes.items():
         if one.shape != shape or not one.is_contiguous():
             raise ValueError(f"kda_verify wants contiguous {name} {shape}, got {tuple(one.shape)}")
+    count, each = pieces(ahead, heads * size // block_v)
     _kda_kernel[(size // block_v, heads)](
-        projected, conv, a_log, dt_bias, slots.states, slots.inputs, out,
-        start_slot, live_rows, turn, lower_bound,
-        S=len(projected), H=heads, K=size, BV=block_v, W=4, ROWS=ROWS, num_warps=warps,
+        projected, conv, a_log, dt_bias, norm, slots.states, slots.inputs, out, squares,
+        start_slot, live_rows, turn, out if ahead is None else ahead, lower_bound,
+        PIECES=count, EACH=each, S=len(projected), H=heads, K=size, BV=block_v, W=4, ROWS=ROWS, num_warps=warps,
         **flags(projected, pdl),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Products of few rows whose inputs are made on the way: a gated norm, and SwiGLU before it.
 
-Symbols: R = 16 rows, N outputs, K inputs, S partial sums, H heads, X head size.
+Symbols: R = 16 rows, N outputs, K inputs, S partial sums, H heads, X head size, B parts of a head.
 """
 
 import torch
@@ -27,34 +27,29 @@ def gated_reference(
 
 @triton.jit
 def _gated_kernel(
-    core, gate, norm_weight, weight, out, N, part_stride, row_stride, EPS,
-    S: tl.constexpr, K: tl.constexpr, X: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
+    core, squares, weight, out, N, EPS,
+    K: tl.constexpr, X: tl.constexpr, TILES: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    x = tl.arange(0, X)
+    x, tile = tl.arange(0, X), tl.arange(0, TILES)[None, :]
     live = n[None, :] < N
-    first = tl.program_id(1) * HEADS * X
-    w = weight + n[None, :].to(tl.int64) * K + first + x[:, None]
-    scale = tl.load(norm_weight + x).to(tl.float32)[None, :]
+    head = tl.program_id(1) * HEADS
+    w = weight + n[None, :].to(tl.int64) * K + head * X + x[:, None]
     dtype = weight.dtype.element_ty
-    right = tl.load(w, mask=live, other=0.0, eviction_policy="evict_first")
+    first = tl.load(w, mask=live, other=0.0, eviction_policy="evict_first")
     begin(PDL)
     total = tl.zeros([ROWS, BN], tl.float32)
-    for head in range(HEADS):
-        at = first + head * X + x[None, :]
-        raw = tl.load(core + rows * K + at)
-        z = tl.load(gate + rows * row_stride + at).to(tl.float32)
-        for part in tl.static_range(1, S):
-            z += tl.load(gate + part * part_stride + rows * row_stride + at).to(tl.float32)
-        z = z.to(dtype).to(tl.float32)
-        raw = raw * tl.rsqrt(tl.sum(raw * raw, 1) / X + EPS)[:, None] * scale
-        left = (raw * tl.sigmoid(z)).to(dtype)
-        total = dot(left, right, total, WIDE)
-        if head + 1 < HEADS:
-            after = w + (head + 1) * X
-            right = tl.load(after, mask=live, other=0.0, eviction_policy="evict_first")
+    for step in tl.static_range(HEADS):
+        if step == 0:
+            right = first
+        else:
+            right = tl.load(w + step * X, mask=live, other=0.0, eviction_policy="evict_first")
+        raw = tl.load(core + rows * K + (head + step) * X + x[None, :])
+        square = tl.load(squares + (rows * (K // X) + head + step) * TILES + tile)
+        size = tl.rsqrt(tl.sum(square, 1) / X + EPS)[:, None]
+        total = dot((raw * size).to(dtype), right, total, WIDE)
     place = out + (tl.program_id(1) * ROWS + rows) * N + n[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=live)
 
@@ -81,35 +76,35 @@ def _swiglu_kernel(
 
 
 def gated_gemm16(
-    core: Tensor,  # [R, K] float32, K = H X
-    gate: Tensor,  # [S, R, K] partial sums; parts and rows may have strides
-    norm_weight: Tensor,  # [X]
+    core: Tensor,  # [R, K] float32, K = H X, gated and weighed but not yet normed
+    squares: Tensor,  # [R, H, B] float32, parts of each head's sum of squares before the gate
     weight: Tensor,  # [N, K]
     out: Tensor,  # [P, R, N] float32, a partial product for each of P parts of the heads
     *,
     eps: float,
     block_n: int = 64,
     warps: int = 4,
-    stages: int = 3,
     pdl: bool | None = None,
 ) -> None:
-    """`gated_reference` times ``weight``, as `gemm16` multiplies; a head is one step over K.
+    """What `kda_verify` left, normed, times ``weight``; a head is one step over K.
 
     Raises:
         ValueError: a shape does not fit, or the parts do not divide the heads.
     """
-    (n, k), size, parts = weight.shape, norm_weight.shape[0], out.shape[0]
-    fits = core.shape == (ROWS, k) and gate.shape[1:] == (ROWS, k) and out.shape[1:] == (ROWS, n)
-    if not fits or k % (size * parts) or gate.stride(2) != 1 or not out.is_contiguous():
+    (n, k), (_, heads, tiles), parts = weight.shape, squares.shape, out.shape[0]
+    fits = core.shape == (ROWS, k) and len(squares) == ROWS and out.shape[1:] == (ROWS, n)
+    size = k // heads
+    if not fits or k % heads or heads % parts or tiles & (tiles - 1) or size & (size - 1):
         raise ValueError(
-            f"gated_gemm16 wants core [{ROWS}, K], gate [S, {ROWS}, K], weight [N, K], out "
-            f"[P, {ROWS}, N] and P parts of whole heads, got {tuple(core.shape)}, "
-            f"{tuple(gate.shape)}, {tuple(weight.shape)}, {tuple(out.shape)} and heads of {size}"
+            f"gated_gemm16 wants core [{ROWS}, K], squares [{ROWS}, H, B], weight [N, K], out "
+            f"[P, {ROWS}, N], P parts of whole heads, and B and the head size powers of two, got "
+            f"{tuple(core.shape)}, {tuple(squares.shape)}, {tuple(weight.shape)} and "
+            f"{tuple(out.shape)}"
         )
     _gated_kernel[(triton.cdiv(n, block_n), parts)](
-        core, gate, norm_weight, weight, out, n, gate.stride(0), gate.stride(1), eps,
-        S=gate.shape[0], K=k, X=size, HEADS=k // size // parts, BN=block_n, ROWS=ROWS,
-        num_warps=warps, num_stages=stages, **flags(core, pdl),
+        core, squares, weight, out, n, eps,
+        K=k, X=size, TILES=tiles, HEADS=heads // parts, BN=block_n, ROWS=ROWS,
+        num_warps=warps, **flags(core, pdl),
     )  # fmt: skip
 
 

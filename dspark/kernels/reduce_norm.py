@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.launch import ROWS, begin, flags
+from dspark.kernels.launch import ROWS, begin, fetch, flags, pieces
 
 __all__ = [
     "combine_norm",
@@ -79,13 +79,16 @@ def _norm(new, weight, out, d, live, D: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _reduce_norm_kernel(
-    parts, residual, weight, out, tap, tap_row,
-    S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
+    parts, residual, weight, out, tap, tap_row, ahead,
+    PIECES: tl.constexpr, EACH: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
     live = d < D
     row = tl.program_id(0)
+    if row >= ROWS:
+        fetch(ahead, row - ROWS, tl.num_programs(0) - ROWS, PIECES, EACH, WIDE)
+        return
     place = row * D + d
     begin(PDL)
     total = tl.zeros([BD], tl.float32)
@@ -96,13 +99,16 @@ def _reduce_norm_kernel(
 
 @triton.jit
 def _combine_norm_kernel(
-    each, factors, residual, weight, out, tap, tap_row,
-    X: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
-    PDL: tl.constexpr, WIDE: tl.constexpr,
+    each, factors, residual, weight, out, tap, tap_row, ahead,
+    PIECES: tl.constexpr, EACH: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
     live = d < D
     row = tl.program_id(0)
+    if row >= ROWS:
+        fetch(ahead, row - ROWS, tl.num_programs(0) - ROWS, PIECES, EACH, WIDE)
+        return
     begin(PDL)
     total = tl.zeros([BD], tl.float32)
     for slot in tl.static_range(X):
@@ -120,9 +126,12 @@ def reduce_norm(
     *,
     eps: float,
     tap: Tensor | None = None,  # [R, D], a copy of the new residual; rows may have a stride
+    ahead: Tensor | None = None,  # weights that the next kernel reads
     pdl: bool | None = None,
 ) -> None:
     """`reduce_norm_reference`, in place; nothing is allocated.
+
+    While rows are added up, other programs ask for ``ahead``: the memory has nothing else to do.
 
     Raises:
         ValueError: a shape does not fit.
@@ -133,9 +142,10 @@ def reduce_norm(
             f"reduce_norm wants contiguous parts [S, {ROWS}, D], got {tuple(parts.shape)}"
         )
     d = residual.shape[1]
-    _reduce_norm_kernel[(ROWS,)](
-        parts, residual, weight, out, *_tap(residual, tap),
-        S=parts.shape[0], D=d, BD=triton.next_power_of_2(d), EPS=eps, TAP=tap is not None,
+    programs, count, each = _ahead(ahead)
+    _reduce_norm_kernel[(ROWS + programs,)](
+        parts, residual, weight, out, *_tap(residual, tap), residual if ahead is None else ahead,
+        PIECES=count, EACH=each, S=parts.shape[0], D=d, BD=triton.next_power_of_2(d), EPS=eps, TAP=tap is not None,
         ROWS=ROWS, num_warps=8, **flags(residual, pdl),
     )  # fmt: skip
 
@@ -149,9 +159,10 @@ def combine_norm(
     *,
     eps: float,
     tap: Tensor | None = None,  # [R, D]
+    ahead: Tensor | None = None,  # weights that the next kernel reads
     pdl: bool | None = None,
 ) -> None:
-    """`combine_norm_reference`, in place; nothing is allocated.
+    """`combine_norm_reference`, in place, with ``ahead`` as in `reduce_norm`.
 
     Raises:
         ValueError: a shape does not fit.
@@ -163,10 +174,11 @@ def combine_norm(
             f"combine_norm wants contiguous each [{ROWS}, X, D] and factors [{ROWS}, X], got "
             f"{tuple(each.shape)} and {tuple(factors.shape)}"
         )
-    _combine_norm_kernel[(ROWS,)](
+    programs, count, share = _ahead(ahead)
+    _combine_norm_kernel[(ROWS + programs,)](
         each, factors, residual, weight, out, *_tap(residual, tap),
-        X=factors.shape[1], D=d, BD=triton.next_power_of_2(d), EPS=eps, TAP=tap is not None,
-        num_warps=8, **flags(residual, pdl),
+        residual if ahead is None else ahead, PIECES=count, EACH=share, X=factors.shape[1], D=d, BD=triton.next_power_of_2(d), EPS=eps, TAP=tap is not None,
+        ROWS=ROWS, num_warps=8, **flags(residual, pdl),
     )  # fmt: skip
 
 
@@ -272,6 +284,17 @@ def embed_norm(
         FILL=-1 if fill is None else fill, D=d, BD=triton.next_power_of_2(d), EPS=eps,
         ROWS=ROWS, num_warps=8, **flags(residual, pdl),
     )  # fmt: skip
+
+
+_FETCHERS = 112
+"""Programs that ask for weights ahead: about one for each multiprocessor without a row."""
+
+
+def _ahead(weights: Tensor | None) -> tuple[int, int, int]:
+    """Programs for it, its pieces, and pieces of each program."""
+    if weights is None:
+        return 0, 0, 1
+    return _FETCHERS, *pieces(weights, _FETCHERS)
 
 
 def _tap(residual: Tensor, tap: Tensor | None) -> tuple[Tensor, int]:

@@ -47,6 +47,20 @@ def route_reference(
 
 
 @triton.jit
+def _order(score, e, E: tl.constexpr):
+    """int64 that is ordered like the float32; of equal scores the lower id is the larger one."""
+    bits = score.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (E - 1 - e).to(tl.int64)
+
+
+@triton.jit
+def _score(key):
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _route_kernel(
     logits, bias, live_rows, ids, factors, SCALE,
     S: tl.constexpr, E: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, X: tl.constexpr,
@@ -56,35 +70,38 @@ def _route_kernel(
     e = tl.arange(0, E)
     selection = tl.load(bias + e)
     begin(PDL)
+    rows = tl.load(live_rows)
     raw = tl.zeros([E], tl.float32)
     for part in tl.static_range(S):
         raw += tl.load(logits + (part * ROWS + row) * E + e)
-    scores = tl.sigmoid(raw)
+    # one number for score and id: a maximum is then a single reduction
+    keys = _order(tl.sigmoid(raw) + selection, e, E)
+    NONE: tl.constexpr = -(1 << 63)
     SIZE: tl.constexpr = E // G
-    grouped = tl.reshape(scores + selection, [G, SIZE])
+    grouped = tl.reshape(keys, [G, SIZE])
     # a group counts as the sum of its two best
     first = tl.max(grouped, 1)
-    inner = tl.arange(0, SIZE)[None, :]
-    rest = tl.where(inner == tl.argmax(grouped, 1)[:, None], float("-inf"), grouped)
-    best = first + tl.max(rest, 1) if SIZE > 1 else first
+    best = _score(first)
+    if SIZE > 1:
+        best += _score(tl.max(tl.where(grouped == first[:, None], NONE, grouped), 1))
     g = tl.arange(0, G)
     mine, theirs = tl.reshape(best, [G, 1]), tl.reshape(best, [1, G])
-    ahead = (theirs > mine) | ((theirs == mine) & (g[None, :] < g[:, None]))
-    allowed = tl.sum(ahead.to(tl.int32), 1) < KEPT
-    left = tl.reshape(tl.where(allowed[:, None], grouped, float("-inf")), [E])
+    before = (theirs > mine) | ((theirs == mine) & (g[None, :] < g[:, None]))
+    allowed = tl.sum(before.to(tl.int32), 1) < KEPT
+    left = tl.reshape(tl.where(allowed[:, None], grouped, NONE), [E])
     x = tl.arange(0, XP)
-    found = tl.full([XP], -1, tl.int32)
-    weights = tl.zeros([XP], tl.float32)
+    found = tl.zeros([XP], tl.int32)
     for slot in tl.static_range(X):
-        expert = tl.argmax(left, 0)
-        hit = e == expert
-        weights = tl.where(x == slot, tl.sum(tl.where(hit, scores, 0.0)), weights)
-        found = tl.where(x == slot, expert, found)
-        left = tl.where(hit, float("-inf"), left)
+        top = tl.max(left, 0)
+        found = tl.where(x == slot, E - 1 - (top & 0xFFFFFFFF).to(tl.int32), found)
+        left = tl.where(left == top, NONE, left)
+    raw = tl.zeros([XP], tl.float32)
+    for part in tl.static_range(S):
+        raw += tl.load(logits + (part * ROWS + row) * E + found)
+    weights = tl.where(x < X, tl.sigmoid(raw), 0.0)
     weights = weights / (tl.sum(weights) + 1e-20) * SCALE
     tl.store(factors + row * (X + 1) + x, tl.where(x == X, 1.0, weights), mask=x <= X)
-    found = tl.where(row < tl.load(live_rows), found, -1)
-    tl.store(ids + row * X + x, found, mask=x < X)
+    tl.store(ids + row * X + x, tl.where(row < rows, found, -1), mask=x < X)
 
 
 def route(

@@ -9,7 +9,7 @@ from torch import Tensor
 from dspark.draft import DSparkDraftModel
 from dspark.draft.config import DSparkConfig
 from dspark.draft.layers import DraftAttention
-from dspark.kernels.draft_attention import draft_append, draft_attend, draft_combine
+from dspark.kernels.draft_attention import draft_append, draft_attend, draft_combine, draft_rotate
 
 EPS = 1e-6
 HEADS = [(4, 2, 16), (2, 2, 16), (3, 1, 24)]  # query heads, key heads, head size
@@ -94,9 +94,15 @@ def attended(
     device = projected.device
     total = torch.full((lanes, 16, one.heads, one.size), torch.nan, device=device)
     peaks, masses = total[..., 0].clone(), total[..., 0].clone()
+    heads = one.heads + 2 * one.groups
+    block = torch.full((heads, 16, one.size), torch.nan, dtype=keys.dtype, device=device)
+    draft_rotate(
+        projected, one.q_norm.weight, one.k_norm.weight, rotary, block,
+        context=number(context, device), groups=one.groups, eps=EPS,
+    )  # fmt: skip
     draft_attend(
-        projected, one.q_norm.weight, one.k_norm.weight, rotary, keys, values, total, peaks, masses,
-        context=number(context, device), slots=slots, eps=EPS, scale=one.size**-0.5, chunk=chunk,
+        block, keys, values, total, peaks, masses,
+        context=number(context, device), slots=slots, scale=one.size**-0.5, chunk=chunk,
     )  # fmt: skip
     out = torch.full((16, one.heads * one.size), torch.nan, dtype=keys.dtype, device=device)
     draft_combine(total, peaks, masses, out, slots=slots, block_lanes=2)
@@ -222,12 +228,6 @@ def test_roundings_are_those_of_the_layer(seed: int, device: torch.device) -> No
     positions = torch.arange(start, start + 16, device=device)[None]
     keys, values = one.keys_values(rows[None], draft.rotary_emb(rows[None], positions))
     for mine, theirs in ((cache.keys[0], keys[0]), (cache.values[0], values[0])):
-        print(
-            "SHARE",
-            (mine[:, start:] == theirs).float().mean(),
-            (mine[:, start:].float() - theirs.float()).abs().max(),
-            theirs.abs().max(),
-        )
         assert (mine[:, start:] == theirs).float().mean() > 0.97
         torch.testing.assert_close(mine[:, start:], theirs, rtol=2e-2, atol=2e-2)
     # the same rows as if they were a whole context
@@ -300,14 +300,18 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
 
     def attend(slots: int, heads: int, lanes: int = 2) -> None:
         draft_attend(
-            zeros(1, 16, (heads + 4) * 16), zeros(16), zeros(16), zeros(8), zeros(2, 4, 16),
-            zeros(2, 4, 16), zeros(2, 16, heads, 16), zeros(lanes, 16, heads), zeros(2, 16, heads),
-            context=one, slots=slots, eps=EPS, scale=1.0,
+            zeros(heads + 4, 16, 16), zeros(2, 4, 16), zeros(2, 4, 16), zeros(2, 16, heads, 16),
+            zeros(lanes, 16, heads), zeros(2, 16, heads), context=one, slots=slots, scale=1.0,
         )  # fmt: skip
 
     for slots, heads in ((0, 2), (17, 2), (4, 3)):
-        with pytest.raises(ValueError, match="draft_attend wants an even head size"):
+        with pytest.raises(ValueError, match="draft_attend wants query heads a multiple"):
             attend(slots, heads)
+    with pytest.raises(ValueError, match="draft_rotate wants an even head size"):
+        draft_rotate(
+            zeros(1, 16, 64), zeros(16), zeros(16), zeros(8), zeros(4, 16, 16), context=one,
+            groups=2, eps=EPS,
+        )  # fmt: skip
     with pytest.raises(ValueError, match="draft_attend wants contiguous peaks"):
         attend(4, 2, lanes=3)
     with pytest.raises(ValueError, match="draft_combine wants contiguous out"):

@@ -13,9 +13,9 @@ import torch
 from dspark.decoding import DecodeParams, SamplingParams, decode
 from dspark.errors import ConfigError
 from dspark.kernels.accept import Done, Field
-from dspark.serving.graph import step as graph_step
 from dspark.serving.graph.decoder import GraphDecoder
 from dspark.serving.graph.step import GraphStep
+from dspark.serving.graph.tuning import Tuning
 from dspark.target import LingTarget
 from dspark.testing import TINY_LING, tiny_draft, tiny_ling
 
@@ -65,7 +65,8 @@ def with_oracle(
     target: LingTarget, context: int = 512, limit: int = 15
 ) -> tuple[GraphStep, Oracle]:
     """A step without a draft model that verifies up to ``limit`` proposals all the same."""
-    step = GraphStep(target, None, context=context)
+    tuning = Tuning() if target.device.type == "cuda" else Tuning(mla_lanes=2)
+    step = GraphStep(target, None, context=context, tuning=tuning)
     step.limit = step.target_body.most_rows = limit
     step.target_body.most_rows += 1
     oracle = Oracle(step, 0)
@@ -123,9 +124,8 @@ def test_a_real_draft_never_changes_the_output(params: DecodeParams, threshold: 
 
 @pytest.mark.slow
 def test_a_few_steps_are_those_of_the_reference(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
 ) -> None:
-    monkeypatch.setattr(graph_step, "_LANES", 2)
     target = ling(device)
     params = replace(GREEDY, max_new_tokens=7)
     ids = prompt(0, 20)

@@ -39,9 +39,11 @@ class Kernel:
     def __call__(self, x: Tensor, live: int, block_v: int = 16, splits: int = 1) -> Tensor:
         out = torch.full((16, self.layer.heads * self.layer.size), torch.nan, device=x.device)
         parts = gemm16_reference(x, self.weight, splits)
+        tiles = self.layer.size // block_v
+        self.squares = torch.full((16, self.layer.heads, tiles), torch.nan, device=x.device)
         kda_verify(
             parts, self.conv, self.layer.A_log, self.layer.dt_bias,
-            self.slots, out, start_slot=self.start,
+            self.layer.o_norm.weight, self.slots, out, self.squares, start_slot=self.start,
             live_rows=torch.tensor([live], dtype=torch.int32, device=x.device),
             turn=self.turn, lower_bound=CONFIG.kda_lower_bound, block_v=block_v,
         )  # fmt: skip
@@ -86,8 +88,12 @@ def test_steps_and_rejections_are_those_of_the_layer(
         [(9, 4), (5, 5), (16, 1), (1, 1), (9, 9), (16, 16), (7, 3), (2, 1)]
     ):
         x = torch.randn(16, CONFIG.hidden_size, generator=generator).to(device)
+        gate = layer.g_proj(x).sigmoid()[:live] * layer.o_norm.weight.repeat(layer.heads)
         out, expected = kernel(x, live, block_v=8, splits=1 + step % 2), reference(x, live)
-        torch.testing.assert_close(out[:live], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out[:live], expected * gate, rtol=1e-4, atol=1e-5)
+        squares = expected.view(live, layer.heads, -1).square().sum(-1)
+        torch.testing.assert_close(kernel.squares[:live].sum(-1), squares, rtol=1e-4, atol=1e-5)
+        assert kernel.squares[live:].isnan().all()
         assert out[live:].isnan().all()
         kernel.commit(kept)
         reference.state.commit(kept)

@@ -14,6 +14,7 @@ from torch import Tensor
 from dspark.kernels.accept import RECORD, RING, STOP_IDS, Field, Real
 from dspark.kernels.kda_verify import KDASlots
 from dspark.kernels.launch import ROWS
+from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import DraftWeights, KDAMixer, MLAMixer, TargetWeights
 
 __all__ = ["Arena", "Caches", "cache_bytes"]
@@ -87,11 +88,11 @@ class Arena:
         ints, reals: the state, by `Field` and `Real`.
     """
 
-    def __init__(self, target: TargetWeights, draft: DraftWeights | None, lanes: int) -> None:
+    def __init__(self, target: TargetWeights, draft: DraftWeights | None, tuning: Tuning) -> None:
         like = target.head
         device, dtype = like.device, like.dtype
         hidden, config = target.config.hidden_size, target.config
-        self.device, self.dtype, self.lanes = device, dtype, lanes
+        self.device, self.dtype, self.tuning = device, dtype, tuning
         self.ints = torch.zeros(int(Field.STOPS) + STOP_IDS, dtype=torch.int32, device=device)
         self.reals = torch.zeros(len(Real), device=device)
         self.mailbox = torch.zeros(1, dtype=torch.int32, device=device)

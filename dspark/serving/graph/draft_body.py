@@ -6,7 +6,7 @@ Symbols: R = 16 rows, K slots, C candidates of a slot.
 import torch
 
 from dspark.kernels.accept import Field, Real
-from dspark.kernels.draft_attention import draft_append, draft_attend, draft_combine
+from dspark.kernels.draft_attention import draft_append, draft_attend, draft_combine, draft_rotate
 from dspark.kernels.launch import ROWS
 from dspark.kernels.products import swiglu16
 from dspark.kernels.proposals import chain, pair_bias, shortlist
@@ -67,7 +67,8 @@ class DraftBody:
                 arena.of(Field.ANCHOR), self.target.embedding, weights.layers[0].norm,
                 arena.residual, arena.normed, eps=weights.eps, fill=weights.mask_token_id,
             )  # fmt: skip
-        lanes = arena.lanes
+        lanes, groups = arena.tuning.draft_lanes, weights.groups
+        qkv = arena.scratch("draft rotated", (heads + 2 * groups, ROWS, size), arena.dtype)
         total = arena.scratch("draft total", (lanes, ROWS, heads, size))
         peaks = arena.scratch("draft peaks", (lanes, ROWS, heads))
         masses = arena.scratch("draft masses", (lanes, ROWS, heads))
@@ -75,11 +76,14 @@ class DraftBody:
         for index, layer in enumerate(weights.layers):
             projected = product(arena, "draft layers", "draft qkv", arena.normed, layer.qkv)
             if arena.on("draft attention"):
+                draft_rotate(
+                    projected, layer.q_norm, layer.k_norm, weights.inverse, qkv,
+                    context=arena.of(Field.CURSOR), groups=groups, eps=weights.eps,
+                )  # fmt: skip
                 draft_attend(
-                    projected, layer.q_norm, layer.k_norm, weights.inverse,
-                    self.caches.keys[index], self.caches.values[index], total, peaks, masses,
-                    context=arena.of(Field.CURSOR), slots=slots, eps=weights.eps,
-                    scale=size**-0.5,
+                    qkv, self.caches.keys[index], self.caches.values[index], total, peaks, masses,
+                    context=arena.of(Field.CURSOR), slots=slots, scale=size**-0.5,
+                    chunk=arena.tuning.draft_chunk,
                 )  # fmt: skip
                 draft_combine(total, peaks, masses, mixed, slots=slots)
             out = product(arena, "draft layers", "mixed", mixed, layer.out)

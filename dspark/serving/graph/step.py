@@ -26,13 +26,11 @@ from dspark.serving.graph.arena import MOST_SCHEDULE, Arena, Caches
 from dspark.serving.graph.draft_body import DraftBody
 from dspark.serving.graph.prompt import fill_context, hand_over
 from dspark.serving.graph.target_body import TargetBody
+from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import DraftWeights, TargetWeights, unsupported
 from dspark.target import LingTarget
 
 __all__ = ["GraphStep", "StepRecord"]
-
-_LANES = 64
-"""Programs a head group that share the context of an attention."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,7 @@ class GraphStep:
         context: int,
         num_draft_tokens: int | None = None,
         embedding: Tensor | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
         if reason := unsupported(target.model, draft):
             raise ConfigError(f"the graph engine cannot run this: {reason}")
@@ -86,7 +85,7 @@ class GraphStep:
             if draft is not None:
                 self.draft = DraftWeights.of(draft, model.ranks, model.rank)
             self.caches = Caches.empty(self.weights, self.draft, context)
-            self.arena = Arena(self.weights, self.draft, _LANES)
+            self.arena = Arena(self.weights, self.draft, tuning or Tuning())
         layer_ids = self.draft.layer_ids if self.draft else ()
         self.target_body = TargetBody(
             self.weights, self.arena, self.caches, layer_ids, self.limit + 1

@@ -79,14 +79,19 @@ class TargetBody:
             )  # fmt: skip
         for index, layer in enumerate(layers):
             mixed = self.mix(index, layer.mixer)
+            first = layer.ffn.gate_up if isinstance(layer.ffn, DenseFFN) else layer.ffn.router
             if arena.on("norms"):
-                reduce_norm(mixed, arena.residual, layer.ffn_norm, arena.normed, eps=self.eps)
+                reduce_norm(
+                    mixed, arena.residual, layer.ffn_norm, arena.normed, eps=self.eps,
+                    ahead=self.ahead(first),
+                )  # fmt: skip
             last = index + 1 == len(layers)
             after = self.weights.norm if last else layers[index + 1].norm
+            following = None if last else self.ahead(layers[index + 1].mixer.into)
             if isinstance(layer.ffn, DenseFFN):
-                self._dense(layer.ffn, after, self.tap(index))
+                self._dense(layer.ffn, after, self.tap(index), following)
             else:
-                self.experts(layer.ffn, after, self.tap(index))
+                self.experts(layer.ffn, after, self.tap(index), following)
         return head_logits(arena, "head", self.weights.head)
 
     def pick(self, logits: Tensor) -> None:
@@ -96,6 +101,10 @@ class TargetBody:
             pick_parts(
                 logits, arena.floors, arena.ints, arena.reals, arena.picked, arena.picked_ids
             )
+
+    def ahead(self, weight: Tensor) -> Tensor | None:
+        """``weight``, if it shall be asked for before it is needed."""
+        return weight if self.arena.tuning.ahead else None
 
     def tap(self, index: int) -> Tensor | None:
         """Where layer ``index`` leaves its output for the draft."""
@@ -113,18 +122,24 @@ class TargetBody:
     def _kda(self, index: int, mixer: KDAMixer) -> Tensor:
         arena, width = self.arena, mixer.heads * mixer.size
         into = product(arena, "KDA in", "mixer", arena.normed, mixer.into)
+        tuning = arena.tuning
+        block_v = min(tuning.kda_block_v, mixer.size)
         core = arena.parts("core", 1, width)[0]
+        squares = arena.scratch("squares", (ROWS, mixer.heads, mixer.size // block_v))
         if arena.on("KDA"):
             kda_verify(
-                into, mixer.conv, mixer.a_log, mixer.dt_bias, self.caches.kda[index], core,
-                start_slot=arena.of(Field.START_SLOT), live_rows=arena.of(Field.LIVE_ROWS),
+                into, mixer.conv, mixer.a_log, mixer.dt_bias, mixer.norm, self.caches.kda[index],
+                core, squares, start_slot=arena.of(Field.START_SLOT), live_rows=arena.of(Field.LIVE_ROWS),
                 turn=arena.of(Field.TURN), lower_bound=self.weights.config.kda_lower_bound,
-                block_v=4, warps=2,
+                block_v=block_v, warps=tuning.kda_warps, ahead=self.ahead(mixer.out),
             )  # fmt: skip
-        out = arena.parts("mixed", 2 if mixer.heads % 2 == 0 else 1, len(mixer.out))
+        parts = tuning.out_parts if mixer.heads % tuning.out_parts == 0 else 1
+        out = arena.parts("mixed", parts, len(mixer.out))
         if arena.on("KDA out"):
-            gate = into[:, :, 4 * width : 5 * width]
-            gated_gemm16(core, gate, mixer.norm, mixer.out, out, eps=self.eps)
+            gated_gemm16(
+                core, squares, mixer.out, out, eps=self.eps, block_n=tuning.out_block_n,
+                warps=tuning.out_warps,
+            )  # fmt: skip
         return out
 
     def _mla(self, index: int, mixer: MLAMixer) -> Tensor:
@@ -140,9 +155,11 @@ class TargetBody:
                 parts_norm(into[:, :, :first], mixer.query_norm, low, eps=_LATENT_EPS)
             queries = product(arena, "MLA in", "queries", low, mixer.query)
         query = arena.scratch("query", (ROWS, heads, size), arena.dtype)
-        total = arena.scratch("mla total", (arena.lanes, ROWS, heads, config.kv_lora_rank))
-        peaks = arena.scratch("mla peaks", (arena.lanes, ROWS, heads))
-        masses = arena.scratch("mla masses", (arena.lanes, ROWS, heads))
+        total = arena.scratch(
+            "mla total", (arena.tuning.mla_lanes, ROWS, heads, config.kv_lora_rank)
+        )
+        peaks = arena.scratch("mla peaks", (arena.tuning.mla_lanes, ROWS, heads))
+        masses = arena.scratch("mla masses", (arena.tuning.mla_lanes, ROWS, heads))
         mixed = arena.scratch("mla mixed", (ROWS, heads * mixer.value), arena.dtype)
         if arena.on("MLA"):
             cursor, live = arena.of(Field.CURSOR), arena.of(Field.LIVE_ROWS)
@@ -154,13 +171,15 @@ class TargetBody:
             )  # fmt: skip
             mla_attend(
                 query, latents, total, peaks, masses, cursor=cursor, live_rows=live,
-                scale=mixer.scale,
+                scale=mixer.scale, block=arena.tuning.mla_block, stages=arena.tuning.mla_stages,
             )  # fmt: skip
             gates = into[:, :, first + size :]
             mla_combine(total, peaks, masses, mixer.kv_b, gates, mixed, live_rows=live)
         return product(arena, "MLA out", "mixed", mixed, mixer.out)
 
-    def _dense(self, ffn: DenseFFN, after: Tensor, tap: Tensor | None) -> None:
+    def _dense(
+        self, ffn: DenseFFN, after: Tensor, tap: Tensor | None, following: Tensor | None
+    ) -> None:
         """Dense FFN, residual, and the norm ``after`` it."""
         arena = self.arena
         parts = product(arena, "dense FFN", "gate up", arena.normed, ffn.gate_up)
@@ -169,31 +188,37 @@ class TargetBody:
             swiglu16(parts, inner)
         out = product(arena, "dense FFN", "fed", inner, ffn.down)
         if arena.on("norms"):
-            reduce_norm(out, arena.residual, after, arena.normed, eps=self.eps, tap=tap)
+            reduce_norm(
+                out, arena.residual, after, arena.normed, eps=self.eps, tap=tap, ahead=following
+            )
 
-    def experts(self, ffn: ExpertFFN, after: Tensor, tap: Tensor | None) -> None:
+    def experts(
+        self, ffn: ExpertFFN, after: Tensor, tap: Tensor | None, following: Tensor | None
+    ) -> None:
         """Routed and shared experts, residual, and the norm ``after`` them."""
-        arena, config = self.arena, self.weights.config
+        arena, config, tuning = self.arena, self.weights.config, self.arena.tuning
         logits = product(arena, "router", "router", arena.normed, ffn.router)
         if arena.on("router"):
             route(
                 logits, ffn.bias, arena.of(Field.LIVE_ROWS), arena.ids, arena.factors,
                 groups=config.n_group, kept_groups=config.topk_group,
-                factor=config.routed_scaling_factor, warps=4,
+                factor=config.routed_scaling_factor, warps=tuning.route_warps,
             )  # fmt: skip
         if arena.on("experts"):
             experts_up(
                 arena.normed, ffn.gate_up, arena.ids, arena.inner, limit=ffn.limit,
                 shared_limit=ffn.shared_limit, most_rows=self.most_rows,
-                block_k=_step(ffn.gate_up.shape[2], 128),
+                block_n=tuning.up_block_n, block_k=_step(ffn.gate_up.shape[2], tuning.up_block_k),
+                warps=tuning.up_warps, stages=tuning.up_stages,
             )  # fmt: skip
             experts_down(
                 arena.inner, ffn.down, arena.ids, arena.each, most_rows=self.most_rows,
-                block_k=_step(ffn.down.shape[2], 64),
+                block_n=tuning.down_block_n, block_k=_step(ffn.down.shape[2], tuning.down_block_k),
+                warps=tuning.down_warps, stages=tuning.down_stages,
             )  # fmt: skip
             combine_norm(
                 arena.each, arena.factors, arena.residual, after, arena.normed, eps=self.eps,
-                tap=tap,
+                tap=tap, ahead=following,
             )  # fmt: skip
 
 

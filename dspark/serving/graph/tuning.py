@@ -1,0 +1,35 @@
+"""Choices of the step's launches that only time depends on, as measured on an H200."""
+
+from dataclasses import dataclass
+
+__all__ = ["Tuning"]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Tiles, lanes, and what is asked for ahead of its use.
+
+    Lanes and parts decide in which order sums run: they are the same whatever a step holds.
+    """
+
+    ahead: bool = True
+    """Ask for the next weights while the memory has nothing else to do."""
+    kda_block_v: int = 4
+    kda_warps: int = 2
+    out_block_n: int = 64
+    out_parts: int = 2
+    out_warps: int = 4
+    route_warps: int = 1
+    up_block_n: int = 32
+    up_block_k: int = 128
+    up_warps: int = 2
+    up_stages: int = 3
+    down_block_n: int = 64
+    down_block_k: int = 64
+    down_warps: int = 4
+    down_stages: int = 3
+    mla_lanes: int = 64
+    mla_block: int = 32
+    mla_stages: int = 3
+    draft_lanes: int = 16
+    draft_chunk: int = 128
