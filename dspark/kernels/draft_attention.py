@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dspark.kernels.angles import cos_sin
 from dspark.kernels.launch import ROWS, begin, dot, flags
 
 __all__ = ["draft_append", "draft_attend", "draft_combine", "draft_rotate"]
@@ -52,8 +53,8 @@ def _turned(
     x = ((x * size).to(dtype).to(tl.float32) * own[None, :]).to(dtype).to(tl.float32)
     y = ((y * size).to(dtype).to(tl.float32) * partner[None, :]).to(dtype).to(tl.float32)
     angle = positions.to(tl.float32)[:, None] * rate[None, :]
-    cos = tl.cos(angle).to(dtype).to(tl.float32)
-    sin = tl.sin(angle).to(dtype).to(tl.float32)
+    cos, sin = cos_sin(angle)
+    cos, sin = cos.to(dtype).to(tl.float32), sin.to(dtype).to(tl.float32)
     y = tl.where(n[None, :] < N // 2, -y, y)
     x, y = (x * cos).to(dtype).to(tl.float32), (y * sin).to(dtype).to(tl.float32)
     return (x + y).to(dtype)

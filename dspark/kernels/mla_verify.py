@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dspark.kernels.angles import cos_sin
 from dspark.kernels.launch import ROWS, begin, dot, flags
 
 __all__ = ["mla_attend", "mla_combine", "mla_prepare"]
@@ -61,7 +62,8 @@ def _turn(parts, place, stride, mask, angle, out, AMPLITUDE, S: tl.constexpr):
     dtype: tl.constexpr = out.dtype.element_ty
     even = _added(parts, place, stride, mask, S, dtype)
     odd = _added(parts, place + 1, stride, mask, S, dtype)
-    cos, sin = tl.cos(angle) * AMPLITUDE, tl.sin(angle) * AMPLITUDE
+    cos, sin = cos_sin(angle)
+    cos, sin = cos * AMPLITUDE, sin * AMPLITUDE
     tl.store(out, (even * cos - odd * sin).to(dtype), mask=mask)
     tl.store(out + 1, (even * sin + odd * cos).to(dtype), mask=mask)
 

@@ -80,7 +80,8 @@ def _norm(new, weight, out, d, live, D: tl.constexpr, EPS: tl.constexpr):
 @triton.jit
 def _reduce_norm_kernel(
     parts, residual, weight, out, tap, tap_row, ahead,
-    PIECES: tl.constexpr, EACH: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
+    PIECES: tl.constexpr, EACH: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
@@ -100,7 +101,8 @@ def _reduce_norm_kernel(
 @triton.jit
 def _combine_norm_kernel(
     each, factors, residual, weight, out, tap, tap_row, ahead,
-    PIECES: tl.constexpr, EACH: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
+    PIECES: tl.constexpr, EACH: tl.constexpr,
+    X: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
@@ -127,6 +129,7 @@ def reduce_norm(
     eps: float,
     tap: Tensor | None = None,  # [R, D], a copy of the new residual; rows may have a stride
     ahead: Tensor | None = None,  # weights that the next kernel reads
+    warps: int = 8,
     pdl: bool | None = None,
 ) -> None:
     """`reduce_norm_reference`, in place; nothing is allocated.
@@ -145,8 +148,8 @@ def reduce_norm(
     programs, count, each = _ahead(ahead)
     _reduce_norm_kernel[(ROWS + programs,)](
         parts, residual, weight, out, *_tap(residual, tap), residual if ahead is None else ahead,
-        PIECES=count, EACH=each, S=parts.shape[0], D=d, BD=triton.next_power_of_2(d), EPS=eps, TAP=tap is not None,
-        ROWS=ROWS, num_warps=8, **flags(residual, pdl),
+        PIECES=count, EACH=each, S=parts.shape[0], D=d, BD=triton.next_power_of_2(d), EPS=eps,
+        TAP=tap is not None, ROWS=ROWS, num_warps=warps, **flags(residual, pdl),
     )  # fmt: skip
 
 
@@ -160,6 +163,7 @@ def combine_norm(
     eps: float,
     tap: Tensor | None = None,  # [R, D]
     ahead: Tensor | None = None,  # weights that the next kernel reads
+    warps: int = 8,
     pdl: bool | None = None,
 ) -> None:
     """`combine_norm_reference`, in place, with ``ahead`` as in `reduce_norm`.
@@ -177,8 +181,9 @@ def combine_norm(
     programs, count, share = _ahead(ahead)
     _combine_norm_kernel[(ROWS + programs,)](
         each, factors, residual, weight, out, *_tap(residual, tap),
-        residual if ahead is None else ahead, PIECES=count, EACH=share, X=factors.shape[1], D=d, BD=triton.next_power_of_2(d), EPS=eps, TAP=tap is not None,
-        ROWS=ROWS, num_warps=8, **flags(residual, pdl),
+        residual if ahead is None else ahead, PIECES=count, EACH=share, X=factors.shape[1], D=d,
+        BD=triton.next_power_of_2(d), EPS=eps, TAP=tap is not None, ROWS=ROWS, num_warps=warps,
+        **flags(residual, pdl),
     )  # fmt: skip
 
 
@@ -260,6 +265,7 @@ def embed_norm(
     eps: float,
     fill: int | None = None,
     proposals: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    warps: int = 8,
     pdl: bool | None = None,
 ) -> None:
     """Rows of the embedding into ``residual``, and their RMSNorm.
@@ -282,7 +288,7 @@ def embed_norm(
     _embed_norm_kernel[(ROWS,)](
         first, tokens, count, table, weight, residual, out, live_rows, done,
         FILL=-1 if fill is None else fill, D=d, BD=triton.next_power_of_2(d), EPS=eps,
-        ROWS=ROWS, num_warps=8, **flags(residual, pdl),
+        ROWS=ROWS, num_warps=warps, **flags(residual, pdl),
     )  # fmt: skip
 
 

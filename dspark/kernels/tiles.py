@@ -34,11 +34,12 @@ class Tile:
 
 _MEASURED = {
     # (outputs, inputs), one rank of four of Ling-3.0-flash, on an H200
-    (5128, 2560): Tile(32, 128, 2, 4, 2),
+    (5128, 2560): Tile(64, 128, 4, 4, 4),
     (3072, 2560): Tile(32, 128, 4, 3, 4),
+    (2560, 1536): Tile(64, 128, 4, 3, 6),
     (2560, 1024): Tile(64, 128, 4, 3, 2, 2),
     (512, 2560): Tile(32, 128, 4, 3, 4, 4),
-    (39296, 2560): Tile(128, 128, 4, 3),
+    (39296, 2560): Tile(64, 128, 4, 3),
 }
 _WANTED = 264
 """Programs that keep the memory of a large GPU busy: two a multiprocessor."""

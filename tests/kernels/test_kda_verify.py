@@ -43,7 +43,8 @@ class Kernel:
         self.squares = torch.full((16, self.layer.heads, tiles), torch.nan, device=x.device)
         kda_verify(
             parts, self.conv, self.layer.A_log, self.layer.dt_bias,
-            self.layer.o_norm.weight, self.slots, out, self.squares, start_slot=self.start,
+            self.layer.o_norm.weight, self.slots, torch.full_like(parts[0], torch.nan), out,
+            self.squares, start_slot=self.start,
             live_rows=torch.tensor([live], dtype=torch.int32, device=x.device),
             turn=self.turn, lower_bound=CONFIG.kda_lower_bound, block_v=block_v,
         )  # fmt: skip

@@ -83,7 +83,7 @@ class TargetBody:
             if arena.on("norms"):
                 reduce_norm(
                     mixed, arena.residual, layer.ffn_norm, arena.normed, eps=self.eps,
-                    ahead=self.ahead(first),
+                    ahead=self.ahead(first), warps=arena.tuning.norm_warps,
                 )  # fmt: skip
             last = index + 1 == len(layers)
             after = self.weights.norm if last else layers[index + 1].norm
@@ -125,11 +125,13 @@ class TargetBody:
         tuning = arena.tuning
         block_v = min(tuning.kda_block_v, mixer.size)
         core = arena.parts("core", 1, width)[0]
+        prepared = arena.parts("prepared", 1, len(mixer.into))[0]
         squares = arena.scratch("squares", (ROWS, mixer.heads, mixer.size // block_v))
         if arena.on("KDA"):
             kda_verify(
                 into, mixer.conv, mixer.a_log, mixer.dt_bias, mixer.norm, self.caches.kda[index],
-                core, squares, start_slot=arena.of(Field.START_SLOT), live_rows=arena.of(Field.LIVE_ROWS),
+                prepared, core, squares, start_slot=arena.of(Field.START_SLOT),
+                live_rows=arena.of(Field.LIVE_ROWS),
                 turn=arena.of(Field.TURN), lower_bound=self.weights.config.kda_lower_bound,
                 block_v=block_v, warps=tuning.kda_warps, ahead=self.ahead(mixer.out),
             )  # fmt: skip
@@ -172,9 +174,13 @@ class TargetBody:
             mla_attend(
                 query, latents, total, peaks, masses, cursor=cursor, live_rows=live,
                 scale=mixer.scale, block=arena.tuning.mla_block, stages=arena.tuning.mla_stages,
+                heads_per_tile=arena.tuning.mla_heads, warps=arena.tuning.mla_warps,
             )  # fmt: skip
             gates = into[:, :, first + size :]
-            mla_combine(total, peaks, masses, mixer.kv_b, gates, mixed, live_rows=live)
+            mla_combine(
+                total, peaks, masses, mixer.kv_b, gates, mixed, live_rows=live,
+                lane_block=arena.tuning.mla_lane_block, block=arena.tuning.mla_value_block,
+            )  # fmt: skip
         return product(arena, "MLA out", "mixed", mixed, mixer.out)
 
     def _dense(
@@ -218,7 +224,7 @@ class TargetBody:
             )  # fmt: skip
             combine_norm(
                 arena.each, arena.factors, arena.residual, after, arena.normed, eps=self.eps,
-                tap=tap, ahead=following,
+                tap=tap, ahead=following, warps=tuning.combine_warps,
             )  # fmt: skip
 
 

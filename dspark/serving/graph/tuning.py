@@ -12,14 +12,16 @@ class Tuning:
     Lanes and parts decide in which order sums run: they are the same whatever a step holds.
     """
 
-    ahead: bool = True
+    ahead: bool = False
     """Ask for the next weights while the memory has nothing else to do."""
-    kda_block_v: int = 4
-    kda_warps: int = 2
-    out_block_n: int = 64
-    out_parts: int = 2
+    norm_warps: int = 8
+    combine_warps: int = 8
+    kda_block_v: int = 8
+    kda_warps: int = 4
+    out_block_n: int = 128
+    out_parts: int = 8
     out_warps: int = 4
-    route_warps: int = 1
+    route_warps: int = 4
     up_block_n: int = 32
     up_block_k: int = 128
     up_warps: int = 2
@@ -29,7 +31,11 @@ class Tuning:
     down_warps: int = 4
     down_stages: int = 3
     mla_lanes: int = 64
-    mla_block: int = 32
-    mla_stages: int = 3
-    draft_lanes: int = 16
-    draft_chunk: int = 128
+    mla_block: int = 64
+    mla_stages: int = 2
+    mla_heads: int = 4
+    mla_warps: int = 8
+    mla_lane_block: int = 32
+    mla_value_block: int = 128
+    draft_lanes: int = 32
+    draft_chunk: int = 64
