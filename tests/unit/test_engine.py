@@ -369,7 +369,13 @@ def test_the_decoder_is_closed_before_the_next_request(start: Any, how: str) -> 
     stop = ("x",) if how == "stop string" else ()
     first: SimpleQueue[Event] = SimpleQueue()
     second: SimpleQueue[Event] = SimpleQueue()
-    job = engine.submit("1", [1], params(stop=stop), first.put)
+
+    def told(event: Event) -> None:
+        if isinstance(event, Finished):
+            order.append("told 1")
+        first.put(event)
+
+    job = engine.submit("1", [1], params(stop=stop), told)
     assert begun.wait(10)
     if how != "deadline":
         engine.submit("2", [2], params(), second.put)
@@ -380,10 +386,10 @@ def test_the_decoder_is_closed_before_the_next_request(start: Any, how: str) -> 
     assert isinstance(end, Finished)
     wanted = {"cancel": "abort", "deadline": "abort", "stop string": "stop"}
     assert end.finish_reason == wanted.get(how, "length")
-    assert order[:2] == ["begin 1", "end 1"]
+    assert order[:3] == ["begin 1", "end 1", "told 1"]
     if how != "deadline":
         assert isinstance(finish(second), Finished)
-        assert order == ["begin 1", "end 1", "begin 2", "end 2"]
+        assert order == ["begin 1", "end 1", "told 1", "begin 2", "end 2"]
 
 
 def test_draining_finishes_what_was_accepted_and_refuses_the_rest(
