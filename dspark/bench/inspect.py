@@ -11,6 +11,7 @@ from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError, DSparkError, TargetError
 from dspark.export.config_json import from_json
 from dspark.provenance import read_object
+from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
 from dspark.target.config import LingConfig, is_ling
 from dspark.target.sizes import Routing, parameter_counts, rank_bytes, step_bytes
 
@@ -27,19 +28,25 @@ def inspect(
     verify_tokens: Sequence[int] = (),
     routing: str | None = None,
     context: int | None = None,
+    plan: bool = False,
+    draft: Path | None = None,
 ) -> dict[str, Any]:
     """Counts of a config.json, of a directory that holds one, or of a draft's.
 
     ``routing`` (default independent) and ``context`` (8192) say what ``verify_tokens`` read.
+    ``plan``: also what the graph engine needs of a GPU's memory, at ``context`` (32768) and beside
+    the ``draft`` of this config.
 
     Raises:
         TargetError: no config, one that is not understood, or ranks and verify steps of a model
             for which they are not known.
         ConfigError: a wrong routing or number of tokens, or either without a verify step.
     """
-    if not verify_tokens and (routing is not None or context is not None):
+    if not verify_tokens and (routing is not None or (context is not None and not plan)):
         given = f"routing {routing}" if routing is not None else f"context {context}"
         raise ConfigError(f"{given} says what a verify step reads; give --verify-tokens too")
+    if draft is not None and not plan:
+        raise ConfigError(f"draft {draft} is for the memory plan; give --plan too")
     file = path / "config.json" if path.is_dir() else path
     raw, where = read_object(file, TargetError), str(file)
     names = raw.get("architectures")
@@ -51,6 +58,8 @@ def inspect(
         report["bytes_per_rank"] = rank_bytes(config, ranks)
         if config.is_fp8:
             report["note"] = "the checkpoint holds fp8 blocks; bytes are those of bf16, as loaded"
+        if plan:
+            report["memory_plan"] = _plan(config, ranks, draft, context)
         if verify_tokens:
             most = config.max_position_embeddings
             if context is not None and context > most:
@@ -63,10 +72,11 @@ def inspect(
                 _step(config, ranks, tokens, chosen, context) for tokens in verify_tokens
             ]
         return report
-    if ranks != 1 or verify_tokens:
+    if ranks != 1 or verify_tokens or plan:
+        left = "--plan" if plan else "--tp and --verify-tokens"
         raise TargetError(
             f"{where}: bytes per rank and per verify step are known for Ling-3.0 targets only, "
-            f"this is {names[0] or raw.get('model_type')}; leave --tp and --verify-tokens out"
+            f"this is {names[0] or raw.get('model_type')}; leave {left} out"
         )
     if "DSpark" in str(names[0]):
         return _draft(raw, where)
@@ -79,6 +89,19 @@ def _step(
     step = step_bytes(config, ranks, tokens, routing, context)
     floors = {f"floor_us_{name}": step.floor_us(speed) for name, speed in _BANDWIDTH.items()}
     return {**asdict(step), "weights": step.weights, "total": step.total, **floors}
+
+
+def _plan(
+    config: LingConfig, ranks: int, draft: Path | None, context: int | None
+) -> dict[str, Any]:
+    shape = None
+    if draft is not None:
+        file = draft / "config.json" if draft.is_dir() else draft
+        raw = read_object(file, TargetError)
+        shape = from_json(raw, str(file), target_layers=config.num_hidden_layers)
+    if context is None:
+        context = min(DEFAULT_CONTEXT, config.max_position_embeddings)
+    return MemoryPlan(config, shape, context, ranks).to_dict()
 
 
 def _draft(raw: dict[str, Any], where: str) -> dict[str, Any]:

@@ -20,7 +20,14 @@ def _inspect(
         str | None, typer.Option(help="independent (default), overlap:SHARE or experts:N.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=0, help="Tokens in the cache of a verify step (8192).")
+        int | None,
+        typer.Option(min=0, help="Tokens in the cache of a verify step (8192); of a plan (32768)."),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="GPU memory that `serve --engine graph` needs.")
+    ] = False,
+    draft: Annotated[
+        Path | None, typer.Option(help="config.json of the plan's draft, or its directory.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -32,13 +39,23 @@ def _inspect(
     from dspark.bench.report import print_table
 
     report = inspect(
-        path, ranks=tp, verify_tokens=verify_tokens or (), routing=routing, context=context
+        path,
+        ranks=tp,
+        verify_tokens=verify_tokens or (),
+        routing=routing,
+        context=context,
+        plan=plan,
+        draft=draft,
     )
     plain = {k: v for k, v in report.items() if not isinstance(v, dict | list)}
     print_table(str(path), ["", ""], [[name, _shown(value)] for name, value in plain.items()])
     if "bytes_per_rank" in report:
         rows = [[name, _mb(value)] for name, value in report["bytes_per_rank"].items()]
         print_table(f"one of {tp} ranks", ["", "MB"], rows)
+    if "memory_plan" in report:
+        planned = report["memory_plan"]
+        rows = [[n, _mb(v)] for n, v in planned.items() if n not in ("context", "ranks")]
+        print_table(f"memory plan, context {planned['context']}", ["", "MB"], rows)
     for step in report.get("verify", []):
         other = ("verify_tokens", "experts_per_layer", *_floors(step))
         rows = [[name, _mb(value)] for name, value in step.items() if name not in other]

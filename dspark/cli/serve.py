@@ -21,6 +21,12 @@ def _serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="DSPARK_API_KEY", help="Ask clients for this key.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="auto, reference or graph (Ling-3.0 on a GPU).")
+    ] = "auto",
+    context: Annotated[
+        int | None, typer.Option(help="Positions of prompt and output; graph: 32768 or less.")
+    ] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Proposals a round.")] = None,
     confidence_threshold: Annotated[float, typer.Option(help="0 never cuts a block.")] = 0.0,
     default_max_tokens: Annotated[
@@ -38,6 +44,7 @@ def _serve(
     """
     from dspark.export.load import load_draft
     from dspark.export.template import warn_of_another
+    from dspark.serving.choice import foresee
     from dspark.serving.server import serve
     from dspark.serving.settings import ServeSettings
     from dspark.target import load, load_tokenizer
@@ -50,6 +57,8 @@ def _serve(
         override("target.device", device),
     )
     settings = ServeSettings(
+        engine=engine,
+        context=context,
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
         default_max_tokens=default_max_tokens,
@@ -62,6 +71,7 @@ def _serve(
     tokenizer = load_tokenizer(config.target)
     if draft:
         warn_of_another(draft, tokenizer)
+    settings = foresee(config.target, draft, settings)
     loaded = load(config.target)
     serve(
         loaded,

@@ -75,20 +75,28 @@ class Completion:
 
 
 def check_request(
-    target: Target, prompt_tokens: int, max_new_tokens: int, name: str = "max_new_tokens"
+    target: Target,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    name: str = "max_new_tokens",
+    context: int | None = None,
 ) -> None:
     """Refuse what cannot fit the context; ``name`` is what the caller calls ``max_new_tokens``.
 
+    ``context``: positions that an engine has room for; None: as many as the target knows.
+
     Raises:
-        ConfigError: the prompt is empty, or prompt and output exceed the target's positions.
+        ConfigError: the prompt is empty, or prompt and output exceed the positions.
     """
-    limit = target.max_position_embeddings
+    whose, limit = "the target's", target.max_position_embeddings
+    if context is not None and context < limit:
+        whose, limit = "the engine's", context
     if prompt_tokens < 1:
         raise ConfigError("the prompt has no tokens")
     if prompt_tokens + max_new_tokens > limit:
         raise ConfigError(
             f"{prompt_tokens} prompt tokens and {name} {max_new_tokens} make "
-            f"{prompt_tokens + max_new_tokens}, more than the target's {limit} positions"
+            f"{prompt_tokens + max_new_tokens}, more than {whose} {limit} positions"
         )
 
 

@@ -25,8 +25,12 @@ __all__ = ["build_draft", "check_fit", "load_draft", "read_config"]
 _TRAINING_FILES = ("trainer_state.json", "optimizer.pt", "latest")
 
 
-def read_config(path: str | Path, target: Target | None = None) -> DSparkConfig:
+def read_config(
+    path: str | Path, target: Target | None = None, *, target_layers: int | None = None
+) -> DSparkConfig:
     """Shape of the draft in ``path``, for ``target`` if it is given; weights are not read.
+
+    ``target_layers``: of a target that is not loaded yet.
 
     Raises:
         CheckpointError: no exported draft, or one that is not understood.
@@ -35,7 +39,7 @@ def read_config(path: str | Path, target: Target | None = None) -> DSparkConfig:
     return from_json(
         read_json(directory),
         str(directory / "config.json"),
-        target_layers=target.num_layers if target is not None else None,
+        target_layers=target.num_layers if target is not None else target_layers,
     )
 
 

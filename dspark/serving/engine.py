@@ -1,7 +1,7 @@
 """One decode at a time on a worker thread: queue, cancellation, deadlines, figures.
 
-The engine takes token ids and hands out text: `decoding.loop.stream` decodes, `TextStream` turns
-its commits into text and finds stop strings, and whatever stands behind a stop counts nowhere: not
+The engine takes token ids and hands out text: a `Decoder` decodes, `TextStream` turns its commits
+into text and finds stop strings, and whatever stands behind a stop counts nowhere: not
 in the text, nor in the usage, nor in the accept length. Between two steps the worker looks whether
 the client has gone or the request's time is up.
 """
@@ -11,13 +11,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from dspark.decoding import DecodeParams, draft_limit, stream
+from dspark.decoding import Commit, DecodeParams, draft_limit, stream
 from dspark.draft import DSparkDraftModel
-from dspark.errors import ConfigError, RunError
+from dspark.errors import ConfigError, DSparkError, RunError
 from dspark.serving.metrics import Metrics
 from dspark.serving.request import (
     Delta,
@@ -31,7 +32,7 @@ from dspark.serving.request import (
 from dspark.serving.settings import ServeSettings
 from dspark.target import Target
 
-__all__ = ["Draining", "Engine", "QueueFull"]
+__all__ = ["Decoder", "Draining", "Engine", "QueueFull", "end_ids", "proposals"]
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,25 @@ class Draining(RunError):
     """The engine takes no new requests."""
 
 
+@dataclass(frozen=True)
+class Decoder:
+    """What makes commits of a prompt.
+
+    Attributes:
+        name: reference or graph.
+        stream: as `decoding.stream`; closing what it returns leaves the device quiet.
+        context: positions of a prompt and its output together; None: as many as the target knows.
+    """
+
+    name: str
+    stream: Callable[[Sequence[int], DecodeParams], Iterator[Commit]]
+    context: int | None = None
+
+
 class Engine:
     """FIFO queue and worker over a target and, if given, a draft.
+
+    ``decoder``: None is the reference.
 
     Raises:
         ConfigError: ``num_draft_tokens`` does not fit the draft.
@@ -57,16 +75,17 @@ class Engine:
         draft: DSparkDraftModel | None,
         tokenizer: Any,
         settings: ServeSettings | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
         self.settings = settings or ServeSettings()
+        self.decoder = decoder or Decoder("reference", self._reference, self.settings.context)
         # a copy: fast tokenizers refuse to be used from two threads at the same time
         self._tokenizer = copy.deepcopy(tokenizer)
-        self.num_draft_tokens = _num_draft_tokens(draft, self.settings)
+        self.num_draft_tokens = proposals(draft, self.settings)
         self.metrics = Metrics(self.num_draft_tokens)
-        eos = getattr(tokenizer, "eos_token_id", None)
-        self._stop_ids = frozenset(() if eos is None else (eos,))
+        self._stop_ids = end_ids(tokenizer)
         self._queue: deque[Job] = deque()
         self._running: Job | None = None
         self._wake = threading.Condition()
@@ -118,6 +137,11 @@ class Engine:
                 raise RunError(event.message)
 
     @property
+    def context(self) -> int:
+        """Positions of a prompt and its output together."""
+        return self.decoder.context or self.target.max_position_embeddings
+
+    @property
     def num_waiting(self) -> int:
         return len(self._queue)
 
@@ -163,6 +187,9 @@ class Engine:
         while (job := self._next()) is not None:
             try:
                 self._run(job)
+            except DSparkError as error:
+                log.exception("request %s failed", job.request_id)
+                self._end(job, Failed("error", str(error)))
             # Whatever goes wrong in one request, the next ones are served.
             except Exception as error:
                 log.exception("request %s failed", job.request_id)
@@ -205,23 +232,28 @@ class Engine:
         started = time.monotonic()
         first_s = 0.0
         out = Output(self._tokenizer, params.stop, self.num_draft_tokens)
-        commits = stream(self.target, self.draft, job.prompt_ids, decode)
-        while out.finish_reason is None:
-            if job.cancelled or self._late(job):
-                out.abort()
-                break
-            commit = next(commits)
-            self._beat = time.monotonic()
-            num_tokens, num_accepted = out.take(commit)
-            if commit.num_proposed is None:
-                first_s = self._beat - job.arrived
-                self.metrics.first_token(first_s)
-            else:
-                self.metrics.step(commit.step_s, commit.num_proposed, num_accepted, num_tokens)
-            if out.finish_reason is None:
-                self._send(job, out)
-            with self._wake:
-                self._expire()
+        commits = self.decoder.stream(job.prompt_ids, decode)
+        try:
+            while out.finish_reason is None:
+                if job.cancelled or self._late(job):
+                    out.abort()
+                    break
+                commit = next(commits)
+                self._beat = time.monotonic()
+                num_tokens, num_accepted = out.take(commit)
+                if commit.num_proposed is None:
+                    first_s = self._beat - job.arrived
+                    self.metrics.first_token(first_s)
+                else:
+                    self.metrics.step(commit.step_s, commit.num_proposed, num_accepted, num_tokens)
+                if out.finish_reason is None:
+                    self._send(job, out)
+                with self._wake:
+                    self._expire()
+        finally:
+            # steps may be queued behind the last commit, and must be over before the next request
+            if (close := getattr(commits, "close", None)) is not None:
+                close()
         self._send(job, out)
         end = Finished(
             text=out.text,
@@ -235,6 +267,9 @@ class Engine:
             total_s=time.monotonic() - job.arrived,
         )
         self._end(job, end)
+
+    def _reference(self, prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
+        return stream(self.target, self.draft, prompt_ids, params)
 
     def _late(self, job: Job) -> bool:
         return time.monotonic() - job.arrived > self.settings.deadline_s
@@ -253,7 +288,18 @@ class Engine:
         job.emit(end)
 
 
-def _num_draft_tokens(draft: DSparkDraftModel | None, settings: ServeSettings) -> int:
+def end_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that end an output beside the target's own."""
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(() if eos is None else (eos,))
+
+
+def proposals(draft: DSparkDraftModel | None, settings: ServeSettings) -> int:
+    """Proposals a round at most; 0 without a draft.
+
+    Raises:
+        ConfigError: ``num_draft_tokens`` does not fit the draft.
+    """
     wanted = settings.num_draft_tokens
     if draft is None:
         if wanted is not None:

@@ -52,13 +52,18 @@ class Work:
 class Preparer:
     """Renders, tokenises and fills in defaults for one target."""
 
-    def __init__(self, target: Target, tokenizer: Any, settings: ServeSettings) -> None:
+    def __init__(
+        self, target: Target, tokenizer: Any, settings: ServeSettings, context: int | None = None
+    ) -> None:
+        """``context``: positions that the engine has room for; None: all that the target knows."""
         self._target = target
         self._tokenizer = tokenizer
         self._settings = settings
         self._defaults = _sampling_defaults(target)
         SamplingParams(**self._defaults)  # a model's own defaults that cannot be run fail here
-        self.max_model_len = int(target.max_position_embeddings)
+        self.max_model_len = min(
+            int(target.max_position_embeddings), context or int(target.max_position_embeddings)
+        )
 
     def chat(self, request: ChatRequest) -> Work:
         """Render the messages with the tokenizer's own template.
@@ -156,15 +161,18 @@ class Preparer:
             raise _bad(field, f"'{field}' is {max_tokens}, above this server's limit of {cap}")
         room = self.max_model_len - len(ids)
         if room < 1:
+            full = self.max_model_len == self._target.max_position_embeddings
             message = (
                 f"'{name}' has {len(ids)} tokens and leaves no room for an answer in the "
-                f"{self.max_model_len} positions of the model"
+                f"{self.max_model_len} positions of the {'model' if full else 'engine'}"
             )
             raise ApiError(400, message, param=name, code="context_length_exceeded")
         if max_tokens is None:
             max_tokens = min(self._settings.default_max_tokens, cap, room)
         try:
-            check_request(self._target, len(ids), max_tokens, f"'{field}'")
+            check_request(
+                self._target, len(ids), max_tokens, f"'{field}'", context=self.max_model_len
+            )
         except ConfigError as error:
             raise ApiError(400, str(error), param=name, code="context_length_exceeded") from None
         sampling, seed = self._sampling(options, seed)

@@ -82,6 +82,8 @@ class Api:
             "served_model_name": self.model_name,
             "device": str(target.device),
             "dtype": str(target.dtype).removeprefix("torch."),
+            "engine": engine.decoder.name,
+            "context": engine.context,
             "max_model_len": self.preparer.max_model_len,
             "speculative_algorithm": "DSPARK" if engine.draft is not None else None,
             "num_draft_tokens": engine.num_draft_tokens,

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import dspark
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
+from dspark.serving.choice import choose
 from dspark.serving.engine import Engine
 from dspark.serving.prepare import Preparer
 from dspark.serving.protocol import ApiError
@@ -40,7 +41,7 @@ def create_app(
     """The ASGI application over an engine. ``model_name`` defaults to the target's name."""
     api = Api(
         engine=engine,
-        preparer=Preparer(engine.target, tokenizer, engine.settings),
+        preparer=Preparer(engine.target, tokenizer, engine.settings, engine.context),
         model_name=model_name or engine.target.name,
         tokenizer_path=str(getattr(tokenizer, "name_or_path", "") or engine.target.name),
         api_key=api_key,
@@ -132,7 +133,9 @@ def _server(
     settings: ServeSettings | None,
     api_key: str | None,
 ) -> _Server:
-    engine = Engine(target, draft, tokenizer, settings)
+    settings = settings or ServeSettings()
+    decoder = choose(target, draft, tokenizer, settings)
+    engine = Engine(target, draft, tokenizer, settings, decoder)
     app = create_app(engine, tokenizer, model_name=model_name, api_key=api_key)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5

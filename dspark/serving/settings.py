@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from dspark.errors import ConfigError
 
-__all__ = ["ServeSettings"]
+__all__ = ["ENGINES", "ServeSettings"]
+
+ENGINES = ("auto", "reference", "graph")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +18,12 @@ class ServeSettings:
         ConfigError: a value is out of range.
     """
 
+    engine: str = "auto"
+    """reference: plain PyTorch; graph: one captured GPU graph a step, or an error where it cannot
+    run; auto: graph where it can."""
+    context: int | None = None
+    """Positions of a prompt and its output together; None: the target's, and on the graph engine,
+    which allocates them, at most 32768."""
     num_draft_tokens: int | None = None
     """Proposals verified a step; None takes what `decoding.draft_limit` finds best."""
     confidence_threshold: float = 0.0
@@ -36,6 +44,10 @@ class ServeSettings:
     """Largest request body."""
 
     def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ConfigError(f"serve.engine must be {', '.join(ENGINES)}, got '{self.engine}'")
+        if self.context is not None and self.context < 2:
+            raise ConfigError(f"serve.context must be >= 2, got {self.context}")
         for name in ("default_max_tokens", "max_output_tokens", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"serve.{name} must be >= 1, got {getattr(self, name)}")

@@ -30,6 +30,7 @@ __all__ = [
     "load",
     "load_ling",
     "load_tokenizer",
+    "peek",
     "resolve",
 ]
 
@@ -99,6 +100,22 @@ def load(
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise TargetError(_first_line(settings.path, error)) from error
     return HFTarget(model.to(where), settings.path, settings.revision)
+
+
+def peek(settings: TargetSettings) -> tuple[LingConfig | None, torch.device, torch.dtype]:
+    """What `load` will load, and where to: the config of a Ling-3.0 target, None of another.
+
+    Raises:
+        TargetError: it cannot be found or understood, or there is no such device.
+    """
+    device = _device(settings.device)
+    dtype = _dtype(settings.dtype, device)
+    place = resolve(settings)
+    raw = _raw_config(place, settings)
+    if not is_ling(raw):
+        return None, device, dtype
+    changed = {**raw, **(settings.config_overrides or {})}
+    return LingConfig.from_dict(changed, f"{place}/config.json"), device, dtype
 
 
 def load_ling(

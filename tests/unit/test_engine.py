@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from dspark.decoding import Commit, DecodeParams, SamplingParams, decode, stream
 from dspark.errors import ConfigError, RunError
 from dspark.serving import engine as engine_module
-from dspark.serving.engine import Draining, Engine, QueueFull
+from dspark.serving.engine import Decoder, Draining, Engine, QueueFull
 from dspark.serving.request import Delta, Event, Failed, Finished, GenerateParams
 from dspark.serving.settings import ServeSettings
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
@@ -41,10 +41,12 @@ def start() -> Iterator[Callable[..., Engine]]:
     """Starts engines and ends them after the test."""
     started: list[Engine] = []
 
-    def begin(target: Any = None, draft: Any = None, **settings: Any) -> Engine:
+    def begin(
+        target: Any = None, draft: Any = None, decoder: Decoder | None = None, **settings: Any
+    ) -> Engine:
         if target is None:  # the steps are scripted
             target, draft = SimpleNamespace(name="scripted"), FakeDraft()
-        started.append(Engine(target, draft, TOKENIZER, ServeSettings(**settings)))
+        started.append(Engine(target, draft, TOKENIZER, ServeSettings(**settings), decoder))
         return started[-1]
 
     yield begin
@@ -331,6 +333,63 @@ def test_an_exception_fails_its_request_only(start: Any, monkeypatch: pytest.Mon
         engine.generate([1], params())
     assert len(engine.generate([2], params()).token_ids) == 2
     assert engine.healthy
+
+
+def test_an_error_for_people_is_told_as_it_is(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> Iterator[Commit]:
+        yield Commit([65], None, None, 0, 0.001)
+        raise ConfigError("at most 8 stop ids are possible, got 9")
+
+    script(monkeypatch, refuses)
+    with pytest.raises(RunError, match="at most 8 stop ids are possible, got 9"):
+        start().generate(PROMPT, params())
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "stop string", "to its end"])
+def test_the_decoder_is_closed_before_the_next_request(start: Any, how: str) -> None:
+    order: list[str] = []
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def play(prompt_ids: Sequence[int], _: DecodeParams) -> Iterator[Commit]:
+        order.append(f"begin {prompt_ids[0]}")
+        try:
+            yield Commit([65], None, None, 0, 0.001)
+            begun.set()
+            assert goes_on.wait(10)
+            if how == "deadline":
+                time.sleep(0.3)
+            yield Commit(ids_of("x"), None, 4, 0, 0.001)
+            yield Commit([66], "length", 4, 0, 0.001)
+        finally:
+            order.append(f"end {prompt_ids[0]}")
+
+    decoder = Decoder("scripted", play, 99)
+    engine = start(decoder=decoder, deadline_s=0.2 if how == "deadline" else 60.0)
+    assert engine.context == 99
+    stop = ("x",) if how == "stop string" else ()
+    first: SimpleQueue[Event] = SimpleQueue()
+    second: SimpleQueue[Event] = SimpleQueue()
+
+    def told(event: Event) -> None:
+        if isinstance(event, Finished):
+            order.append("told 1")
+        first.put(event)
+
+    job = engine.submit("1", [1], params(stop=stop), told)
+    assert begun.wait(10)
+    if how != "deadline":
+        engine.submit("2", [2], params(), second.put)
+    if how == "cancel":
+        job.cancel()
+    goes_on.set()
+    end = finish(first)
+    assert isinstance(end, Finished)
+    wanted = {"cancel": "abort", "deadline": "abort", "stop string": "stop"}
+    assert end.finish_reason == wanted.get(how, "length")
+    assert order[:3] == ["begin 1", "end 1", "told 1"]
+    if how != "deadline":
+        assert isinstance(finish(second), Finished)
+        assert order == ["begin 1", "end 1", "told 1", "begin 2", "end 2"]
 
 
 def test_draining_finishes_what_was_accepted_and_refuses_the_rest(

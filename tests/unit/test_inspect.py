@@ -100,6 +100,20 @@ def test_fp8_blocks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "note" not in inspect(FLASH)
 
 
+def test_the_memory_plan_stands_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", FLASH, "--tp", 4, "--plan", "--context", 65536, "--draft", DRAFT, "--json"]
+    code, out, err = dspark(capsys, *words)
+    assert code == 0
+    plan = json.loads(out.splitlines()[-1])["memory_plan"]
+    assert (plan["context"], plan["ranks"]) == (65536, 4)
+    assert plan["target_weights"] / 1e6 == pytest.approx(62_905.3, abs=0.1)
+    assert plan["total"] == sum(plan.values()) - plan["total"] - 65536 - 4
+    assert "memory plan, context 65536" in err
+    assert f"{plan['total'] / 1e6:,.3f}" in err
+    alone = inspect(FLASH, plan=True)["memory_plan"]
+    assert (alone["context"], alone["draft_weights"]) == (32768, 0)
+
+
 def test_other_models_are_counted(tmp_path: Path) -> None:
     report = inspect(save_tiny_target(tmp_path / "llama"))
     assert report["architecture"] == "LlamaForCausalLM"
@@ -132,7 +146,7 @@ def test_what_is_no_model_is_said_shortly(
         (["inspect", str(FLASH), "--tp", "3"], "num_attention_heads 32 cannot be shared by 3"),
         (
             ["inspect", str(FLASH), "--verify-tokens", "9", "--routing", "overlap:2"],
-            "overlap:SHARE (0..1), got 'overlap:2'",
+            "overlap:SHARE (0..1) or experts:N (N >= 1), got 'overlap:2'",
         ),
         (["inspect", str(FLASH), "--verify-tokens", "0"], "verify-tokens"),
         (["inspect", str(FLASH), "--routing", "uniform"], "give --verify-tokens too"),
@@ -141,6 +155,10 @@ def test_what_is_no_model_is_said_shortly(
             ["inspect", str(FLASH), "--verify-tokens", "9", "--context", "99999999"],
             "context 99999999 is more than the model's",
         ),
+        (["inspect", str(FLASH), "--draft", str(DRAFT)], "is for the memory plan; give --plan too"),
+        (["inspect", str(FLASH), "--plan", "--context", "1"], "context must lie in 2..262144"),
+        (["inspect", str(FLASH), "--plan", "--draft", str(FLASH)], "but a DSpark draft says"),
+        (["inspect", str(DRAFT), "--plan"], "leave --plan out"),
         (["inspect", str(DRAFT), "--tp", "2"], "DSparkModel; leave --tp and --verify-tokens out"),
         (["inspect", str(DRAFT), "--verify-tokens", "9"], "known for Ling-3.0 targets only"),
         (["make-checkpoint", "--config", "nowhere.json", "--out", "x"], "nowhere.json"),

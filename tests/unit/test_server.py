@@ -318,6 +318,40 @@ def test_a_text_of_ids_behind_the_target_is_refused() -> None:
         assert post(http, "text", max_tokens=1)["usage"]["completion_tokens"] == 1
 
 
+def test_the_engine_and_its_context_are_told(client: httpx.Client) -> None:
+    for path in ("/server_info", "/get_server_info"):
+        info = client.get(path).json()
+        assert (info["engine"], info["context"], info["max_model_len"]) == ("reference", 512, 512)
+
+
+def test_an_engine_with_less_room_refuses_what_does_not_fit(pair: tuple[Any, Any]) -> None:
+    settings = ServeSettings(context=40)
+    with (
+        running(*pair, TOKENIZER, settings=settings) as address,
+        httpx.Client(base_url=address, timeout=60) as http,
+    ):
+        info = http.get("/server_info").json()
+        assert (info["context"], info["max_model_len"]) == (40, 40)
+        assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 40
+        long = http.post("/v1/completions", json={"prompt": "a" * 40})
+        error = error_of(long, 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "'prompt' has 40 tokens" in error["message"]
+        assert "40 positions of the engine" in error["message"]
+        much = http.post("/v1/completions", json={"prompt": "a" * 30, "max_tokens": 11})
+        assert error_of(much, 400)["message"] == (
+            "30 prompt tokens and 'max_tokens' 11 make 41, more than the engine's 40 positions"
+        )
+        # without a limit of its own a request gets what is left
+        whole = post(http, "text", prompt="a" * 30, ignore_eos=True)
+        assert whole["usage"]["completion_tokens"] == 10
+    with (
+        pytest.raises(ConfigError, match=r"serve.context is 513, more than the target's 512"),
+        running(*pair, TOKENIZER, settings=ServeSettings(context=513)),
+    ):
+        pass
+
+
 def test_errors_outside_the_routes_have_openais_shape_too(client: httpx.Client) -> None:
     error_of(client.get("/v1/nothing"), 404)
     error_of(client.get("/v1/chat/completions"), 405)

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from dspark.decoding import Commit, DecodeParams, check_request
 from dspark.decoding.loop import stop_ids
 from dspark.errors import RunError
@@ -13,25 +15,30 @@ __all__ = ["GraphDecoder"]
 
 _DEPTH = 2
 """Launches in the queue: while one runs the next one waits behind it."""
-_PATIENCE_S = 30.0
 _NAP_S = 20e-6
 
 
 class GraphDecoder:
-    """Batch-1 decoding; one `stream` at a time."""
+    """Batch-1 decoding; one `stream` at a time.
 
-    def __init__(self, step: GraphStep) -> None:
-        self.step = step
+    ``patience_s``: how long a result may take before the device counts as stuck.
+    """
+
+    def __init__(self, step: GraphStep, patience_s: float = 30.0) -> None:
+        self.step, self.patience_s = step, patience_s
 
     def stream(self, prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
         """As `decoding.stream`; a caller that stops early ends the request on the device.
 
         Raises:
             ConfigError: the prompt does not fit, or the sampling is none the kernels know.
-            RunError: the device gave NaN, or no result for 30 s.
+            RunError: the device gave NaN, or no result for `patience_s`.
         """
         step = self.step
-        check_request(step.target, len(prompt_ids), 1)
+        check_request(step.target, len(prompt_ids), 1, context=step.context)
+        if step.device.type == "cuda":
+            # kernels are launched on the device of the calling thread
+            torch.cuda.set_device(step.device)
         begun = time.perf_counter()
         first = step.begin(prompt_ids, params)
         left = min(params.max_new_tokens, step.context - len(prompt_ids)) - 1
@@ -41,12 +48,14 @@ class GraphDecoder:
         if reason is not None:
             return
         begun, clock = time.perf_counter(), 0
-        reading = step.launched
+        reading, stuck = step.launched, False
         try:
             while True:
+                stuck = True
                 while step.launched - reading < _DEPTH:
                     step.launch()
                 record = self._wait(reading)
+                stuck = False
                 reading += 1
                 if record.done == Done.NOT_A_NUMBER:
                     raise RunError("the target's logits hold no number; the request was ended")
@@ -61,14 +70,14 @@ class GraphDecoder:
         finally:
             # what is queued behind the end finds the request done, and must be over before the next
             step.abort()
-            while reading < step.launched:
+            while reading < step.launched and not stuck:
                 self._wait(reading)
                 reading += 1
 
     def _wait(self, serial: int) -> StepRecord:
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + self.patience_s
         while (record := self.step.read(serial)) is None:
             if time.monotonic() > end:
-                raise RunError(f"step {serial} gave no result for {_PATIENCE_S:.0f} s")
+                raise RunError(f"step {serial} gave no result for {self.patience_s:g} s")
             time.sleep(_NAP_S)
         return record

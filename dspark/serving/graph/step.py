@@ -227,6 +227,18 @@ class GraphStep:
         for one, old in zip((self.arena.ints, self.arena.ring), kept, strict=True):
             one.copy_(old)
 
+    def warm_up(self) -> None:
+        """Capture both steps, that with filters too, so that no request waits for a compiler.
+
+        Ends a sequence that was under way. Without a GPU there is nothing to capture.
+        """
+        if self.device.type != "cuda":
+            return
+        for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)):
+            params = DecodeParams(max_new_tokens=2, sampling=sampling)
+            self.set_state(cursor=0, anchor=0, left=2, params=params)
+            self.capture()
+
     @torch.no_grad()
     def launch(self, *, eager: bool = False) -> int:
         """Enqueue one step; its serial number. ``eager``: kernel by kernel, without the graph."""

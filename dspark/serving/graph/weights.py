@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dspark.draft import DSparkDraftModel
+from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.draft.layers import DraftLayer
 from dspark.target.config import LingConfig
 from dspark.target.kda import KDA
@@ -23,7 +23,7 @@ from dspark.target.model import LingModel
 from dspark.target.moe import MLP, MoE
 
 __all__ = ["DenseFFN", "DraftLayerWeights", "DraftWeights", "ExpertFFN", "KDAMixer", "MLAMixer",
-           "TargetWeights", "unsupported"]  # fmt: skip
+           "TargetWeights", "unsupported", "unsupported_shapes"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,15 @@ class TargetWeights:
 
 def unsupported(model: LingModel, draft: DSparkDraftModel | None) -> str | None:
     """Why the kernels cannot run these models; None if they can."""
-    config = model.config
+    return unsupported_shapes(
+        model.config, draft.config if draft is not None else None, model.ranks
+    )
+
+
+def unsupported_shapes(
+    config: LingConfig, draft: DSparkConfig | None, ranks: int = 1
+) -> str | None:
+    """The same before anything is loaded."""
     shared = config.num_shared_experts * config.moe_shared_expert_intermediate_size
     if shared != config.moe_intermediate_size:
         return f"the shared expert is {shared} wide, the others {config.moe_intermediate_size}"
@@ -133,7 +141,7 @@ def unsupported(model: LingModel, draft: DSparkDraftModel | None) -> str | None:
         return f"{config.num_experts} experts in {config.n_group} groups are no powers of two"
     if config.q_lora_rank is not None and config.q_lora_rank % 16:
         return f"the low-rank query of {config.q_lora_rank} is no multiple of 16"
-    inner = (config.moe_intermediate_size // model.ranks, config.intermediate_size // model.ranks)
+    inner = (config.moe_intermediate_size // ranks, config.intermediate_size // ranks)
     for size in (config.hidden_size, *inner):
         if size % 16:
             return f"a width of {size} is no multiple of 16"
@@ -142,10 +150,10 @@ def unsupported(model: LingModel, draft: DSparkDraftModel | None) -> str | None:
     if config.head_dim & (config.head_dim - 1) or config.head_dim < 16:
         return f"the head size {config.head_dim} is no power of two from 16 on"
     if draft is not None:
-        kind = draft.config.markov_head_type
-        if draft.markov_head is not None and kind != "vanilla":
+        kind = draft.markov_head_type
+        if draft.markov_rank and kind != "vanilla":
             return f"the draft's Markov head is '{kind}', only vanilla has a kernel"
-        if draft.block_size > 16:
+        if (draft.block_size or 0) > 16:
             return f"the draft's block of {draft.block_size} exceeds 16 rows"
     return None
 

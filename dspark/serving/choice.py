@@ -1,0 +1,156 @@
+"""Which engine decodes: the captured graph where it can run, else the reference, and why.
+
+`foresee` decides before weights are loaded, from configs; `choose` once they are.
+"""
+
+import logging
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from dspark.config import TargetSettings
+from dspark.draft import DSparkConfig, DSparkDraftModel
+from dspark.errors import ConfigError
+from dspark.export.load import read_config
+from dspark.serving.engine import Decoder, end_ids, proposals
+from dspark.serving.graph.weights import unsupported_shapes
+from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
+from dspark.serving.settings import ServeSettings
+from dspark.target import LingTarget, Target, peek
+from dspark.target.config import LingConfig
+
+__all__ = ["choose", "foresee", "obstacle"]
+
+log = logging.getLogger(__name__)
+
+_MOST_STOPS = 8
+
+
+def obstacle(
+    config: LingConfig | None,
+    draft: DSparkConfig | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: int = 1,
+) -> str | None:
+    """Why the graph engine cannot decode this target (None: no Ling-3.0), None if it can."""
+    if config is None:
+        return "the target is no Ling-3.0 model"
+    if device.type != "cuda":
+        return f"the target is on the {device.type}, not on a CUDA device"
+    if dtype != torch.bfloat16:
+        return f"the target is {_name(dtype)}, not bfloat16"
+    return unsupported_shapes(config, draft, ranks)
+
+
+def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) -> ServeSettings:
+    """Before loading: print the memory plan where the graph engine will run, and fix its context.
+
+    Raises:
+        ConfigError: the graph engine was asked for and cannot run, or the memory is too small.
+    """
+    if settings.engine == "reference":
+        return settings
+    config, device, dtype = peek(target)
+    reason, shape = obstacle(config, None, device, dtype), None
+    if reason is None and config is not None and draft is not None:
+        shape = read_config(draft, target_layers=config.num_hidden_layers)
+        reason = obstacle(config, shape, device, dtype)
+    if reason is not None:
+        _refuse(settings, reason)
+        return settings
+    assert config is not None
+    free = _free(device)
+    context = settings.context or _default_context(MemoryPlan(config, shape, 2), free)
+    plan = MemoryPlan(config, shape, context)
+    Console(stderr=True).print(plan.table(free))
+    plan.check(free)
+    return replace(settings, context=context)
+
+
+def choose(
+    target: Target, draft: DSparkDraftModel | None, tokenizer: Any, settings: ServeSettings
+) -> Decoder | None:
+    """The graph engine, ready for its first request; None: the reference is to decode.
+
+    Raises:
+        ConfigError: the graph engine was asked for and cannot run, or the context does not fit.
+    """
+    most = int(target.max_position_embeddings)
+    if settings.context is not None and settings.context > most:
+        raise ConfigError(
+            f"serve.context is {settings.context}, more than the target's {most} positions"
+        )
+    if settings.engine == "reference":
+        log.info("reference engine: as asked for")
+        return None
+    reason = _obstacle(target, draft, end_ids(tokenizer))
+    if reason is not None:
+        _refuse(settings, reason)
+        log.info("reference engine: %s", reason)
+        return None
+    assert isinstance(target, LingTarget)
+    # only here: the kernels need a package that a CPU does without
+    from dspark.serving.graph.decoder import GraphDecoder
+    from dspark.serving.graph.step import GraphStep
+
+    context = settings.context or min(most, DEFAULT_CONTEXT)
+    try:
+        torch.cuda.set_device(target.device)
+        step = GraphStep(
+            target, draft, context=context, num_draft_tokens=proposals(draft, settings) or None
+        )
+        step.warm_up()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the device's memory is too small for a context of {context}: {error}; "
+            "give a smaller --context"
+        ) from error
+    log.info("graph engine: %s on %s, context %d", target.name, target.device, context)
+    return Decoder("graph", GraphDecoder(step).stream, context)
+
+
+def _obstacle(target: Target, draft: DSparkDraftModel | None, ends: Set[int]) -> str | None:
+    ling = target if isinstance(target, LingTarget) else None
+    reason = obstacle(
+        ling.model.config if ling else None,
+        draft.config if draft is not None else None,
+        target.device,
+        target.dtype,
+        ling.model.ranks if ling else 1,
+    )
+    if reason is not None:
+        return reason
+    if draft is not None and draft.fc.weight.dtype != target.dtype:
+        return f"the draft is {_name(draft.fc.weight.dtype)}, the target {_name(target.dtype)}"
+    stops = target.eos_ids | ends
+    if len(stops) > _MOST_STOPS:
+        return (
+            f"at most {_MOST_STOPS} ids may end an output, target and tokenizer name {len(stops)}"
+        )
+    return None
+
+
+def _refuse(settings: ServeSettings, reason: str) -> None:
+    if settings.engine == "graph":
+        raise ConfigError(f"--engine graph cannot run here: {reason}")
+
+
+def _default_context(plan: MemoryPlan, free: int) -> int:
+    wanted = min(plan.config.max_position_embeddings, DEFAULT_CONTEXT)
+    most = plan.most(free)
+    if 0 < most < wanted:
+        log.warning("the memory is too small for a context of %d: it is %d", wanted, most)
+        return most
+    return wanted
+
+
+def _free(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

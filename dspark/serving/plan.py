@@ -1,0 +1,241 @@
+"""What the graph engine will need of a GPU's memory, from configs alone: nothing is loaded.
+
+Weights and caches are exact. Scratch is counted as if every product were split as far as one can
+be. What reading a prompt takes besides is an estimate of the tensors that live at the same time in
+the widest layer, and the reserve (library workspaces, graphs, fragmentation) is a guess.
+
+Symbols: D hidden, H heads (of this rank), K size of a KDA head, W taps of its convolutions, L + P
+width of a latent, N, P and V sizes of an MLA head, X experts a token, I their inner width, F tapped
+layers, J key/value heads of the draft.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from rich.table import Table
+
+from dspark.draft import DSparkConfig, DSparkDraftModel
+from dspark.errors import ConfigError
+from dspark.target.config import LingConfig
+from dspark.target.rows import CHUNK
+from dspark.target.rows import MOST_ROWS as ROWS
+from dspark.target.sizes import rank_bytes
+
+__all__ = ["DEFAULT_CONTEXT", "MemoryPlan"]
+
+DEFAULT_CONTEXT = 32768
+
+_WIDE, _NARROW = 4, 2
+"""Bytes of a float32 and of a bfloat16."""
+_GUARD = 2 * ROWS
+_LANES = 64
+_MOST_SPLITS = 8
+_CANDIDATES = 128
+_PIECE = 4096
+"""Positions of a prompt that are read together."""
+_SMALL = 1 << 20
+"""State, records, parts of the vocabulary, bounds of filters."""
+_RESERVE = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one of ``ranks`` GPUs, in bfloat16, for ``context`` positions.
+
+    Raises:
+        ConfigError: the model has fewer positions.
+        TargetError: a width does not divide by ``ranks``.
+    """
+
+    config: LingConfig
+    draft: DSparkConfig | None
+    context: int
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        most = self.config.max_position_embeddings
+        if not 2 <= self.context <= most:
+            raise ConfigError(f"context must lie in 2..{most}, got {self.context}")
+
+    @cached_property
+    def target_weights(self) -> int:
+        """The whole embedding on every rank: the draft's rows come from anywhere in it."""
+        held, config = rank_bytes(self.config, self.ranks), self.config
+        table = config.vocab_size * config.hidden_size * _NARROW
+        return held["main_model"] - held["embedding"] + table
+
+    @cached_property
+    def draft_weights(self) -> int:
+        """As it is loaded: whole on every rank, without the tables that are the target's."""
+        if self.draft is None:
+            return 0
+        with torch.device("meta"):
+            model = DSparkDraftModel(self.draft)
+        return sum(one.numel() for _, one in model.trainable()) * _NARROW
+
+    @cached_property
+    def draft_copy(self) -> int:
+        """Matrices that read the same input, one behind the other, beside what was loaded."""
+        if self.draft is None:
+            return 0
+        draft, hidden = self.draft, self.draft.hidden_size
+        size, groups = draft.head_dim, draft.num_key_value_heads or draft.num_attention_heads
+        queries, pairs = draft.num_attention_heads * size, 2 * groups * size
+        a_layer = hidden * (queries + 2 * pairs + 2 * draft.intermediate_size)
+        total = 0
+        if self.ranks > 1:  # a rank's columns must be moved together
+            a_layer += hidden * (queries + draft.intermediate_size)
+            total = len(draft.target_layer_ids or ()) * hidden * hidden
+        small = draft.num_hidden_layers * size * _NARROW
+        small += (hidden + draft.markov_rank + 1) * _WIDE
+        total += draft.num_hidden_layers * a_layer
+        return int(total // self.ranks * _NARROW + small)
+
+    @property
+    def caches(self) -> int:
+        """Latents, KDA states of every row, and the draft's keys and values."""
+        return self._caches(self.context)
+
+    @cached_property
+    def scratch(self) -> int:
+        """Partial sums, lanes of the attentions, logits, expert rows and candidates."""
+        config, ranks = self.config, self.ranks
+        hidden, heads = config.hidden_size, config.num_attention_heads // ranks
+        width = heads * config.head_dim
+        inner, dense = config.moe_intermediate_size // ranks, config.intermediate_size // ranks
+        query = heads * config.qk_head_dim
+        outputs = [5 * width + heads, width, hidden, 2 * dense, hidden, config.num_experts]
+        outputs += [(config.q_lora_rank or 0) + query + config.latent_dim + heads, query, hidden]
+        total = _LANES * ROWS * heads * (config.kv_lora_rank + 2) * _WIDE
+        rows = 2 * hidden + (config.q_lora_rank or 0) + dense
+        rows += heads * (config.latent_dim + config.v_head_dim)
+        chosen = config.num_experts_per_tok
+        rows += (1 + ROWS * chosen) * inner + (chosen + 1) * hidden
+        if self.draft is not None:
+            draft, slots = self.draft, self.draft.block_size or 0
+            size, groups = draft.head_dim, draft.num_key_value_heads or draft.num_attention_heads
+            mine = draft.num_attention_heads // ranks * size
+            pairs, wide = 2 * (groups // ranks) * size, draft.intermediate_size // ranks
+            outputs += [hidden, draft.num_hidden_layers * pairs, mine + pairs, 2 * wide]
+            outputs += [hidden, hidden]
+            total += _LANES * ROWS * draft.num_attention_heads // ranks * (size + 2) * _WIDE
+            total += slots * _CANDIDATES * (_CANDIDATES + 3) * _WIDE
+            rows += len(draft.target_layer_ids or ()) * hidden + mine + wide
+        total += _MOST_SPLITS * ROWS * sum(outputs) * _WIDE
+        total += ROWS * config.vocab_size // ranks * _WIDE
+        return total + ROWS * rows * _NARROW + _SMALL
+
+    @property
+    def prompt(self) -> int:
+        """While the longest prompt is read: its own cache, taps, and one layer's tensors."""
+        return self._prompt(self.context)
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for."""
+        return {
+            "target weights": self.target_weights,
+            "draft weights": self.draft_weights,
+            "packed draft weights": self.draft_copy,
+            "caches": self.caches,
+            "scratch": self.scratch,
+            "reading a prompt": self.prompt,
+            "reserve": _RESERVE,
+        }
+
+    def to_dict(self) -> dict[str, int]:
+        """For a report."""
+        named = {name.replace(" ", "_"): size for name, size in self.parts().items()}
+        return {"context": self.context, "ranks": self.ranks, **named, "total": self.total}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    def most(self, free: int) -> int:
+        """The longest context for which ``free`` bytes suffice; 0 for none."""
+        low, high = 1, self.config.max_position_embeddings
+        fixed = self.total - self.caches - self.prompt
+        while low < high:
+            middle = (low + high + 1) // 2
+            if fixed + self._caches(middle) + self._prompt(middle) <= free:
+                low = middle
+            else:
+                high = middle - 1
+        return low if low >= 2 else 0
+
+    def check(self, free: int) -> None:
+        """Is it enough?
+
+        Raises:
+            ConfigError: says what is short and what would fit.
+        """
+        if self.total <= free:
+            return
+        needs = f"context {self.context} needs {_gb(self.total)}, and {_gb(free)} are free"
+        most = self.most(free)
+        if most:
+            raise ConfigError(f"{needs}: up to {most} positions fit (--context {most})")
+        short = _gb(self.total - self.caches - self.prompt)
+        raise ConfigError(f"{needs}: weights, scratch and reserve alone are {short}, none fits")
+
+    def table(self, free: int | None = None) -> Table:
+        """For people; ``free``: bytes of the device."""
+        table = Table(title="memory plan")
+        # a title would be wrapped to the table's width
+        table.add_column(f"context {self.context}, 1 of {self.ranks} ranks")
+        table.add_column("GB", justify="right")
+        for name, size in self.parts().items():
+            table.add_row(name, f"{size / 1e9:.3f}")
+        table.add_section()
+        table.add_row("total", f"{self.total / 1e9:.3f}")
+        if free is not None:
+            table.add_row("free on the device", f"{free / 1e9:.3f}")
+        return table
+
+    def _caches(self, context: int) -> int:
+        config, draft = self.config, self.draft
+        layers = config.num_hidden_layers
+        mla = sum(config.is_mla(layer) for layer in range(layers))
+        positions = context + _GUARD
+        total = mla * positions * config.latent_dim * _NARROW
+        width = config.num_attention_heads // self.ranks * config.head_dim
+        states = (ROWS + 1) * width * config.head_dim * _WIDE
+        inputs = 2 * (config.short_conv_kernel_size - 1 + ROWS) * 3 * width * _NARROW
+        total += (layers - mla) * (states + inputs)
+        if draft is not None:
+            groups = (draft.num_key_value_heads or draft.num_attention_heads) // self.ranks
+            a_layer = 2 * groups * draft.head_dim * positions * _NARROW
+            total += draft.num_hidden_layers * a_layer
+        return total
+
+    def _prompt(self, context: int) -> int:
+        config = self.config
+        heads, hidden = config.num_attention_heads // self.ranks, config.hidden_size
+        layers = range(config.num_hidden_layers)
+        mla = sum(config.is_mla(layer) for layer in layers)
+        piece = min(context, _PIECE)
+        # the prompt's own latents, float32, whose room doubles as they grow
+        room = -(-piece // CHUNK) * CHUNK
+        while room < context:
+            room *= 2
+        kept = mla * room * config.latent_dim * _WIDE
+        # the taps, piece by piece and then joined
+        taps = len(self.draft.target_layer_ids or ()) if self.draft is not None else 0
+        kept += 2 * context * taps * hidden * _NARROW
+        # keys and values rebuilt, joined, padded and laid out; masks as bool and as numbers
+        keys = 4 * config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim
+        attention = context * heads * keys * _NARROW + 4 * piece * context
+        # chunks of decays, each a row's width in float32 and float64, about 48 of them
+        recurrence = piece * heads * config.head_dim * 48 * _WIDE
+        inner = config.moe_intermediate_size // self.ranks
+        pairs = piece * config.num_experts_per_tok
+        experts = pairs * (14 * hidden + 12 * inner) + 24 * piece * config.num_experts
+        # before: the largest matrix of experts, which is laid out anew
+        stack = 2 * (config.num_experts + 1) * inner * hidden * _NARROW
+        busy = max(attention, recurrence, experts) + 8 * piece * hidden * _NARROW
+        return max(kept + busy, stack)
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"

@@ -1,0 +1,253 @@
+"""Which engine a server decodes with: decided before loading and after, and said in one line."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from dspark.cli import main
+from dspark.config import TargetSettings
+from dspark.decoding import SamplingParams
+from dspark.errors import ConfigError, RunError
+from dspark.export.hf import export_draft
+from dspark.serving import choice
+from dspark.serving.engine import Engine
+from dspark.serving.graph import step as graph_step
+from dspark.serving.plan import MemoryPlan
+from dspark.serving.request import GenerateParams
+from dspark.serving.server import running
+from dspark.serving.settings import ServeSettings
+from dspark.target import LingTarget, peek
+from dspark.testing import (
+    TINY_LING,
+    save_tiny_ling,
+    save_tiny_target,
+    tiny_draft,
+    tiny_ling,
+    tiny_target,
+    tiny_tokenizer,
+)
+
+TOKENIZER = tiny_tokenizer()
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+BF16 = torch.bfloat16
+MUCH = 10**12
+
+
+def ling() -> LingTarget:
+    return tiny_ling(dtype=BF16)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Lets everything pass for a GPU with much memory; what steps are made with."""
+    made: list[dict[str, Any]] = []
+
+    def step(target: Any, draft: Any, **options: Any) -> Any:
+        made.append(options)
+        return SimpleNamespace(
+            warm_up=lambda: options.update(warm=True), target=target, device=CPU, **options
+        )
+
+    monkeypatch.setattr(graph_step, "GraphStep", step)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(choice, "_free", lambda _: MUCH)
+    monkeypatch.setattr(
+        choice, "peek", lambda settings: (peek(settings)[0], CUDA, BF16), raising=True
+    )
+    real = choice.obstacle
+    monkeypatch.setattr(
+        choice,
+        "obstacle",
+        lambda config, draft, device, dtype, ranks=1: real(config, draft, CUDA, dtype, ranks),
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("variant", "shape", "device", "dtype", "reason"),
+    [
+        ("flash", {}, CUDA, BF16, None),
+        (None, {}, CUDA, BF16, "the target is no Ling-3.0 model"),
+        ("flash", {}, CPU, BF16, "the target is on the cpu, not on a CUDA device"),
+        ("flash", {}, CUDA, torch.float32, "the target is float32, not bfloat16"),
+        ("tiny", {}, CUDA, BF16, "the low-rank query of 24 is no multiple of 16"),
+        ("flash", {"block_size": 16}, CUDA, BF16, None),
+        ("flash", {"block_size": 17}, CUDA, BF16, "the draft's block of 17 exceeds 16 rows"),
+        (
+            "flash",
+            {"markov_head_type": "gated"},
+            CUDA,
+            BF16,
+            "the draft's Markov head is 'gated', only vanilla has a kernel",
+        ),
+        ("flash", {"markov_head_type": "gated", "markov_rank": 0}, CUDA, BF16, None),
+    ],
+)
+def test_what_keeps_the_graph_engine_from_running(
+    variant: str | None, shape: dict[str, Any], device: Any, dtype: Any, reason: str | None
+) -> None:
+    target = tiny_ling(variant or "flash")
+    draft = tiny_draft(target, **shape)
+    config = target.model.config if variant else None
+    assert choice.obstacle(config, draft.config, device, dtype) == reason
+
+
+def test_the_reference_decodes_on_a_cpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dspark")
+    for target, reason in (
+        (tiny_target(), "the target is no Ling-3.0 model"),
+        (ling(), "the target is on the cpu, not on a CUDA device"),
+    ):
+        caplog.clear()
+        assert choice.choose(target, None, TOKENIZER, ServeSettings()) is None
+        assert [one.getMessage() for one in caplog.records] == [f"reference engine: {reason}"]
+        with pytest.raises(ConfigError, match=f"--engine graph cannot run here: {reason}"):
+            choice.choose(target, None, TOKENIZER, ServeSettings(engine="graph"))
+        assert choice.choose(target, None, TOKENIZER, ServeSettings(engine="reference")) is None
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+def test_the_graph_engine_is_made_ready_where_it_can_run(
+    gpu: list[dict[str, Any]], caplog: pytest.LogCaptureFixture, engine: str
+) -> None:
+    caplog.set_level(logging.INFO, "dspark")
+    target = ling()
+    draft = tiny_draft(target, block_size=8).to(BF16)
+    decoder = choice.choose(target, draft, TOKENIZER, ServeSettings(engine=engine))
+    assert decoder is not None
+    assert (decoder.name, decoder.context) == ("graph", 512)
+    assert gpu == [{"context": 512, "num_draft_tokens": 7, "warm": True}]
+    assert "graph engine: tiny-flash on cpu, context 512" in caplog.text
+    settings = ServeSettings(engine=engine, context=64, num_draft_tokens=3)
+    decoder = choice.choose(target, draft, TOKENIZER, settings)
+    assert decoder is not None
+    assert gpu[1:] == [{"context": 64, "num_draft_tokens": 3, "warm": True}]
+    # the default of a model with many positions
+    target.config = SimpleNamespace(max_position_embeddings=100_000)
+    choice.choose(target, None, TOKENIZER, ServeSettings(engine=engine))
+    assert gpu[2:] == [{"context": 32768, "num_draft_tokens": None, "warm": True}]
+
+
+def test_models_that_differ_or_end_in_too_many_ways_are_for_the_reference(
+    gpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = ling()
+    graph = ServeSettings(engine="graph")
+    with pytest.raises(ConfigError, match="the draft is float32, the target bfloat16"):
+        choice.choose(target, tiny_draft(target), TOKENIZER, graph)
+    target.eos_ids = frozenset(range(100, 108))
+    with pytest.raises(ConfigError, match=r"at most 8 ids may end an output, .* name 9"):
+        choice.choose(target, None, TOKENIZER, graph)
+    assert choice.choose(target, None, TOKENIZER, ServeSettings()) is None
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(graph_step, "GraphStep", full)
+    with pytest.raises(
+        ConfigError, match=r"too small for a context of 512: tried .*smaller --cont"
+    ):
+        choice.choose(ling(), None, TOKENIZER, graph)
+
+
+def test_a_plan_is_printed_and_checked_before_loading(
+    gpu: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place, target = save_tiny_ling(tmp_path / "target"), ling()
+    draft = tiny_draft(target)
+    export_draft(draft, tmp_path / "draft", target, check=False)
+    settings = TargetSettings(path=str(place))
+    decided = choice.foresee(settings, str(tmp_path / "draft"), ServeSettings())
+    assert decided.context == 512
+    said = capsys.readouterr().err
+    assert "memory plan" in said
+    assert "context 512, 1 of 1 ranks" in said
+    assert "packed draft weights" in said
+    # less memory, fewer positions; less still, none
+    plan = MemoryPlan(target.config, draft.config, 300)
+    monkeypatch.setattr(choice, "_free", lambda _: plan.total)
+    decided = choice.foresee(settings, str(tmp_path / "draft"), ServeSettings())
+    assert decided.context == plan.most(plan.total) >= 300
+    assert f"too small for a context of 512: it is {decided.context}" in caplog.text
+    with pytest.raises(ConfigError, match=f"context 512 needs .* up to {decided.context} pos"):
+        choice.foresee(settings, str(tmp_path / "draft"), ServeSettings(context=512))
+    monkeypatch.setattr(choice, "_free", lambda _: 10**6)
+    with pytest.raises(ConfigError, match=r"reserve alone are .*, none fits"):
+        choice.foresee(settings, None, ServeSettings())
+    # what the reference decodes has no plan
+    other = TargetSettings(path=str(save_tiny_target(tmp_path / "llama")))
+    capsys.readouterr()
+    asked = ServeSettings(engine="reference")
+    assert choice.foresee(settings, None, asked) is asked
+    assert choice.foresee(other, None, ServeSettings()) == ServeSettings()
+    low_rank = TargetSettings(path=str(save_tiny_ling(tmp_path / "tiny", "tiny")))
+    assert choice.foresee(low_rank, None, ServeSettings()) == ServeSettings()
+    with pytest.raises(ConfigError, match="low-rank query of 24"):
+        choice.foresee(low_rank, None, ServeSettings(engine="graph"))
+    assert capsys.readouterr().err == ""
+    assert TINY_LING["tiny"]["q_lora_rank"] == 24
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the graph engine can run")
+def test_asking_for_the_graph_engine_on_a_cpu_loads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LING["flash"]))
+    TOKENIZER.save_pretrained(tmp_path)
+    # there are no weights: a run that went on would say so
+    words = ["serve", "--target", str(tmp_path), "--engine", "graph", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["dspark", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2, said
+    assert "--engine graph cannot run here: the target is on the cpu" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(), SamplingParams(temperature=0.9, top_p=0.9, seed=7)],
+    ids=["greedy", "filters"],
+)
+def test_the_server_decodes_with_the_graph(sampling: SamplingParams) -> None:
+    target = ling()
+    target.model.to("cuda")
+    draft = tiny_draft(target, block_size=8).to("cuda", BF16)
+    draft.attach(target.embed_weight, target.head_weight)
+    settings = ServeSettings(engine="graph", context=256)
+    outputs = []
+    for drafted in (draft, None):
+        decoder = choice.choose(target, drafted, TOKENIZER, settings)
+        assert decoder is not None
+        engine = Engine(target, drafted, TOKENIZER, settings, decoder)
+        try:
+            params = GenerateParams(max_new_tokens=64, sampling=sampling, ignore_eos=True)
+            prompts = [list(range(40, 40 + length)) for length in (1, 17, 100)]
+            outputs.append([engine.generate(one, params).token_ids for one in prompts])
+            with pytest.raises(RunError, match="more than the engine's 256 positions"):
+                engine.generate([40] * 256, params)
+        finally:
+            engine.close()
+    assert outputs[0] == outputs[1]
+    assert all(len(one) == 64 for one in outputs[0])
+    with (
+        running(target, draft, TOKENIZER, settings=settings) as address,
+        httpx.Client(base_url=address, timeout=60) as http,
+    ):
+        info = http.get("/server_info").json()
+        assert (info["engine"], info["context"]) == ("graph", 256)
+        body = {"prompt": list(range(40, 57)), "max_tokens": 16, "temperature": 0}
+        assert http.post("/v1/completions", json=body).status_code == 200
