@@ -3,11 +3,10 @@
 From the projections of up to 16 rows to each row's output, with the state kept behind every row, so
 that a step that is taken back only moves a number: the next step starts from the state of the last
 row that was accepted. The convolutions' inputs are kept in the same way, in two buffers by turns,
-since programs read the old inputs while others write the new ones.
+since programs of one head read the old inputs while others write the new ones.
 
-Two launches: what does not depend on the state, for all rows side by side, and then the rows in
-turn. The state lies as [V, K]: a program owns some value channels of one head, each warp whole rows
-of K, so that a sum over K stays inside a warp. Source and definition: `target.kda`.
+The state lies as [V, K]: a program owns some value channels of one head, each warp whole rows of K,
+so that a sum over K stays inside a warp. Source and definition: `target.kda`.
 
 Symbols: R = 16 rows, T live rows, H heads (of this rank), K key size, V value size (equal to it),
 W kernel of the short convolutions, S partial sums.
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.launch import ROWS, begin, fetch, flags, pieces
+from dspark.kernels.launch import ROWS, begin, flags
 
 __all__ = ["KDASlots", "kda_verify"]
 
@@ -46,105 +45,104 @@ class KDASlots:
 
 
 @triton.jit
-def _prepare_kernel(
-    projected, conv, a_log, dt_bias, norm, inputs, prepared, start_slot, live_rows, turn, LOWER,
-    S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Whatever a row and head need that does not depend on the state."""
-    t, head = tl.program_id(0), tl.program_id(1)
-    k = tl.arange(0, K)
-    WIDTH: tl.constexpr = H * K
-    ROW: tl.constexpr = 5 * WIDTH + H  # q, k, v, f, g, b
-    PART: tl.constexpr = ROWS * ROW
-    dtype: tl.constexpr = inputs.dtype.element_ty
-    at = head * K + k
-    rate = tl.exp(tl.load(a_log + head))
-    bias, scale = tl.load(dt_bias + at), tl.load(norm + k).to(tl.float32)
-    begin(PDL)
-    slot, count, side = tl.load(start_slot), tl.load(live_rows), tl.load(turn) % 2
-    if t >= count:
-        return
-    # the inputs that stand before this step, and where those of this step go
-    SIDE: tl.constexpr = (W - 1 + ROWS) * 3 * WIDTH
-    old = inputs + side * SIDE + slot * 3 * WIDTH
-    new = inputs + (1 - side) * SIDE
-    row = projected + t * ROW
-    for part in tl.static_range(3):
-        column = part * WIDTH + at
-        total = tl.zeros([K], tl.float32)
-        for tap in tl.static_range(W):
-            # rows before the step come from the one before it
-            source = t - (W - 1) + tap
-            here = projected + source * ROW + column
-            raw = _whole(here, k < tl.where(source >= 0, K, 0), S, PART, dtype)
-            before = old + (source + W - 1) * 3 * WIDTH + column
-            raw += tl.load(before, mask=k < tl.where(source < 0, K, 0), other=0.0)
-            total += raw.to(tl.float32) * tl.load(conv + column * W + tap).to(tl.float32)
-            if tap == W - 1:
-                tl.store(new + (W - 1 + t) * 3 * WIDTH + column, raw)
-            elif tap > 0:
-                # a step keeps at least one row: the first input is never asked for again
-                tl.store(new + tap * 3 * WIDTH + column, raw, mask=k < tl.where(t == 0, K, 0))
-        mixed = (total * tl.sigmoid(total)).to(dtype).to(tl.float32)
-        if part < 2:
-            mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed) + 1e-6)
-        if part == 0:
-            mixed = mixed * (1.0 / tl.sqrt(float(K)))
-        tl.store(prepared + t * ROW + column, mixed)
-    f = _whole(row + 3 * WIDTH + at, k < K, S, PART, dtype).to(tl.float32)
-    tl.store(prepared + t * ROW + 3 * WIDTH + at, tl.exp(LOWER * tl.sigmoid(rate * (f + bias))))
-    z = _whole(row + 4 * WIDTH + at, k < K, S, PART, dtype).to(tl.float32)
-    tl.store(prepared + t * ROW + 4 * WIDTH + at, scale * tl.sigmoid(z))
-    b = _whole(row + 5 * WIDTH + head, head < H, S, PART, dtype).to(tl.float32)
-    tl.store(prepared + t * ROW + 5 * WIDTH + head, tl.sigmoid(b))
-
-
-@triton.jit
 def _kda_kernel(
-    prepared, states, out, squares, start_slot, live_rows, ahead,
-    PIECES: tl.constexpr, EACH: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    projected, conv, a_log, dt_bias, norm, states, inputs, out, squares, start_slot, live_rows,
+    turn, LOWER,
+    S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     v = tl.program_id(0) * BV + tl.arange(0, BV)
     k = tl.arange(0, K)
     WIDTH: tl.constexpr = H * K
-    ROW: tl.constexpr = 5 * WIDTH + H  # query, key, value, decay, gate, beta
+    ROW: tl.constexpr = 5 * WIDTH + H  # q, k, v, f, g, b
+    qc, kc, vc = head * K + k, WIDTH + head * K + k, 2 * WIDTH + head * K + v
+    tl.static_assert(W == 4)
+    q0, q1 = tl.load(conv + qc * W), tl.load(conv + qc * W + 1)
+    q2, q3 = tl.load(conv + qc * W + 2), tl.load(conv + qc * W + 3)
+    k0, k1 = tl.load(conv + kc * W), tl.load(conv + kc * W + 1)
+    k2, k3 = tl.load(conv + kc * W + 2), tl.load(conv + kc * W + 3)
+    v0, v1 = tl.load(conv + vc * W), tl.load(conv + vc * W + 1)
+    v2, v3 = tl.load(conv + vc * W + 2), tl.load(conv + vc * W + 3)
+    rate = tl.exp(tl.load(a_log + head))
+    bias = tl.load(dt_bias + head * K + k)
+    scale = tl.load(norm + v).to(tl.float32)
+    begin(PDL)
     TILES: tl.constexpr = K // BV
-    qc, vc = head * K + k, head * K + v
-    # older than the kernel before, which has waited for them
-    slot, count = tl.load(start_slot), tl.load(live_rows)
+    slot, count, side = tl.load(start_slot), tl.load(live_rows), tl.load(turn) % 2
+    # the inputs that stand before this step, and where those of this step go
+    SIDE: tl.constexpr = (W - 1 + ROWS) * 3 * WIDTH
+    old = inputs + side * SIDE + slot * 3 * WIDTH
+    new = inputs + (1 - side) * SIDE
+    qa, qb = tl.load(old + qc), tl.load(old + 3 * WIDTH + qc)
+    ka, kb = tl.load(old + kc), tl.load(old + 3 * WIDTH + kc)
+    va, vb = tl.load(old + vc), tl.load(old + 3 * WIDTH + vc)
+    qx, kx, vx = (
+        tl.load(old + 6 * WIDTH + qc), tl.load(old + 6 * WIDTH + kc), tl.load(old + 6 * WIDTH + vc)
+    )  # fmt: skip
+    # a step keeps at least one row: the first of these inputs is never asked for again
+    if tl.program_id(0) == 0:
+        tl.store(new + 3 * WIDTH + qc, qb)
+        tl.store(new + 6 * WIDTH + qc, qx)
+        tl.store(new + 3 * WIDTH + kc, kb)
+        tl.store(new + 6 * WIDTH + kc, kx)
+    tl.store(new + 3 * WIDTH + vc, vb)
+    tl.store(new + 6 * WIDTH + vc, vx)
+    new += (W - 1) * 3 * WIDTH
     place = head * K * K + v[:, None] * K + k[None, :]
     state = tl.load(states + slot * (H * K * K) + place)  # [BV, K]
-    begin(PDL)
-    fetch(ahead, head * TILES + tl.program_id(0), H * TILES, PIECES, EACH, WIDE)
-    # a row is on its way while the one before it is computed
-    qn, kn = tl.load(prepared + qc), tl.load(prepared + WIDTH + qc)
-    vn, gn = tl.load(prepared + 2 * WIDTH + vc), tl.load(prepared + 3 * WIDTH + qc)
-    zn, bn = tl.load(prepared + 4 * WIDTH + vc), tl.load(prepared + 5 * WIDTH + head)
+    # row 0 is on its way while nothing else is left to do; later ones while a row is computed
+    PART: tl.constexpr = ROWS * ROW
+    dtype: tl.constexpr = inputs.dtype.element_ty
+    fc, bc = 3 * WIDTH + head * K + k, 5 * WIDTH + head
+    zc = 4 * WIDTH + head * K + v
+    qn, kn = _whole(projected + qc, S, PART, dtype), _whole(projected + kc, S, PART, dtype)
+    vn, fn = _whole(projected + vc, S, PART, dtype), _whole(projected + fc, S, PART, dtype)
+    bn, zn = _whole(projected + bc, S, PART, dtype), _whole(projected + zc, S, PART, dtype)
     for t in range(count):
-        query, key, value, left, gate, beta = qn, kn, vn, gn, zn, bn
-        row = prepared + tl.minimum(t + 1, ROWS - 1) * ROW
-        qn, kn = tl.load(row + qc), tl.load(row + WIDTH + qc)
-        vn, gn = tl.load(row + 2 * WIDTH + vc), tl.load(row + 3 * WIDTH + qc)
-        zn, bn = tl.load(row + 4 * WIDTH + vc), tl.load(row + 5 * WIDTH + head)
+        q_raw, k_raw, v_raw, f, b, z = qn, kn, vn, fn, bn, zn
+        row = projected + tl.minimum(t + 1, ROWS - 1) * ROW
+        qn, kn = _whole(row + qc, S, PART, dtype), _whole(row + kc, S, PART, dtype)
+        vn, fn = _whole(row + vc, S, PART, dtype), _whole(row + fc, S, PART, dtype)
+        bn, zn = _whole(row + bc, S, PART, dtype), _whole(row + zc, S, PART, dtype)
+        here = new + t * 3 * WIDTH
+        if tl.program_id(0) == 0:
+            tl.store(here + qc, q_raw)
+            tl.store(here + kc, k_raw)
+        tl.store(here + vc, v_raw)
+        query = _taps(qa, qb, qx, q_raw, q0, q1, q2, q3, dtype)
+        key = _taps(ka, kb, kx, k_raw, k0, k1, k2, k3, dtype)
+        value = _taps(va, vb, vx, v_raw, v0, v1, v2, v3, dtype)
+        qa, qb, qx, ka, kb, kx, va, vb, vx = qb, qx, q_raw, kb, kx, k_raw, vb, vx, v_raw
+        query = query * tl.rsqrt(tl.sum(query * query) + 1e-6) * (1.0 / tl.sqrt(float(K)))
+        key = key * tl.rsqrt(tl.sum(key * key) + 1e-6)
+        left = tl.exp(LOWER * tl.sigmoid(rate * (f.to(tl.float32) + bias)))
+        beta = tl.sigmoid(b.to(tl.float32))
         state = state * left[None, :]
         error = value - tl.sum(state * key[None, :], 1)
         state = state + (beta * error)[:, None] * key[None, :]
         read = tl.sum(state * query[None, :], 1)
-        tl.store(out + t * WIDTH + vc, read * gate)
+        gated = read * scale * tl.sigmoid(z.to(tl.float32))
+        tl.store(out + t * WIDTH + head * K + v, gated)
         tl.store(squares + (t * H + head) * TILES + tl.program_id(0), tl.sum(read * read))
         tl.store(states + (t + 1) * (H * K * K) + place, state)
 
 
 @triton.jit
-def _whole(part, mask, S: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr):
+def _whole(part, S: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr):
     """Sum of partial products, rounded as a product of a library would be."""
-    total = tl.load(part, mask=mask, other=0.0).to(tl.float32)
+    total = tl.load(part).to(tl.float32)
     for s in tl.static_range(1, S):
-        total += tl.load(part + s * PART, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(part + s * PART).to(tl.float32)
     return total.to(dtype)
+
+
+@triton.jit
+def _taps(a, b, c, d, w0, w1, w2, w3, dtype: tl.constexpr):
+    """Four taps and SiLU, rounded like the activations."""
+    total = a.to(tl.float32) * w0.to(tl.float32) + b.to(tl.float32) * w1.to(tl.float32)
+    total = total + c.to(tl.float32) * w2.to(tl.float32) + d.to(tl.float32) * w3.to(tl.float32)
+    return (total * tl.sigmoid(total)).to(dtype).to(tl.float32)
 
 
 def kda_verify(
@@ -154,7 +152,6 @@ def kda_verify(
     dt_bias: Tensor,  # [H K] float32
     norm: Tensor,  # [K], weight of the output's norm
     slots: KDASlots,
-    prepared: Tensor,  # [R, 5 H K + H] float32, scratch
     out: Tensor,  # [R, H K] float32
     squares: Tensor,  # [R, H, K / block_v] float32
     *,
@@ -164,7 +161,6 @@ def kda_verify(
     lower_bound: float,
     block_v: int = 8,
     warps: int = 4,
-    ahead: Tensor | None = None,  # weights that the next kernels read
     pdl: bool | None = None,
 ) -> None:
     """`target.kda.recurrence` behind `short_convolution`, with ``slots`` moved on by T rows.
@@ -184,21 +180,15 @@ def kda_verify(
         "states": (slots.states, (ROWS + 1, heads, size, size)),
         "inputs": (slots.inputs, (2, 3 + ROWS, 3 * width)),
         "norm": (norm, (size,)),
-        "prepared": (prepared, (ROWS, 5 * width + heads)),
         "out": (out, (ROWS, width)),
         "squares": (squares, (ROWS, heads, size // block_v)),
     }
     for name, (one, shape) in shapes.items():
         if one.shape != shape or not one.is_contiguous():
             raise ValueError(f"kda_verify wants contiguous {name} {shape}, got {tuple(one.shape)}")
-    options = flags(slots.inputs, pdl)
-    _prepare_kernel[(ROWS, heads)](
-        projected, conv, a_log, dt_bias, norm, slots.inputs, prepared, start_slot, live_rows, turn,
-        lower_bound, S=len(projected), H=heads, K=size, W=4, ROWS=ROWS, num_warps=1, **options,
-    )  # fmt: skip
-    count, each = pieces(ahead, heads * size // block_v)
     _kda_kernel[(size // block_v, heads)](
-        prepared, slots.states, out, squares, start_slot, live_rows,
-        out if ahead is None else ahead, PIECES=count, EACH=each, H=heads, K=size, BV=block_v,
-        ROWS=ROWS, num_warps=warps, **options,
+        projected, conv, a_log, dt_bias, norm, slots.states, slots.inputs, out, squares,
+        start_slot, live_rows, turn, lower_bound,
+        S=len(projected), H=heads, K=size, BV=block_v, W=4, ROWS=ROWS, num_warps=warps,
+        **flags(projected, pdl),
     )  # fmt: skip

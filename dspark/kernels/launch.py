@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["ROWS", "begin", "dot", "fetch", "flags", "pieces", "without_pdl"]
+__all__ = ["ROWS", "begin", "dot", "flags", "without_pdl"]
 
 ROWS = 16
 """Rows of a tile: one tensor-core tile, and the most rows of a step."""
@@ -35,34 +35,6 @@ def dot(left, right, total, WIDE: tl.constexpr):
     if WIDE:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")
-
-
-PIECE = 4096
-"""Bytes that one request brings to the L2 cache."""
-
-
-@triton.jit
-def fetch(weights, program, programs, PIECES: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr):
-    """Ask for this program's share of constants that a later kernel reads; no-op on a CPU.
-
-    ``EACH``: pieces a program, a power of two. Nothing waits for what was asked for.
-    """
-    if PIECES > 0 and not WIDE:
-        piece = tl.minimum(program + programs * tl.arange(0, EACH), PIECES - 1)
-        SIZE: tl.constexpr = weights.dtype.element_ty.primitive_bitwidth // 8
-        at = weights + piece.to(tl.int64) * (4096 // SIZE)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;",
-            "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-def pieces(weights: torch.Tensor | None, programs: int) -> tuple[int, int]:
-    """Whole pieces of ``weights``, and how many each of ``programs`` asks for in `fetch`."""
-    if weights is None:
-        return 0, 1
-    count = weights.numel() * weights.element_size() // PIECE
-    return count, max(1, int(triton.next_power_of_2(triton.cdiv(count, programs))))
 
 
 _switched_off = False

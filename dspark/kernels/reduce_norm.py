@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.launch import ROWS, begin, fetch, flags, pieces
+from dspark.kernels.launch import ROWS, begin, flags
 
 __all__ = [
     "combine_norm",
@@ -79,17 +79,13 @@ def _norm(new, weight, out, d, live, D: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _reduce_norm_kernel(
-    parts, residual, weight, out, tap, tap_row, ahead,
-    PIECES: tl.constexpr, EACH: tl.constexpr,
+    parts, residual, weight, out, tap, tap_row,
     S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
     live = d < D
     row = tl.program_id(0)
-    if row >= ROWS:
-        fetch(ahead, row - ROWS, tl.num_programs(0) - ROWS, PIECES, EACH, WIDE)
-        return
     place = row * D + d
     begin(PDL)
     total = tl.zeros([BD], tl.float32)
@@ -100,17 +96,13 @@ def _reduce_norm_kernel(
 
 @triton.jit
 def _combine_norm_kernel(
-    each, factors, residual, weight, out, tap, tap_row, ahead,
-    PIECES: tl.constexpr, EACH: tl.constexpr,
+    each, factors, residual, weight, out, tap, tap_row,
     X: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
     live = d < D
     row = tl.program_id(0)
-    if row >= ROWS:
-        fetch(ahead, row - ROWS, tl.num_programs(0) - ROWS, PIECES, EACH, WIDE)
-        return
     begin(PDL)
     total = tl.zeros([BD], tl.float32)
     for slot in tl.static_range(X):
@@ -128,13 +120,10 @@ def reduce_norm(
     *,
     eps: float,
     tap: Tensor | None = None,  # [R, D], a copy of the new residual; rows may have a stride
-    ahead: Tensor | None = None,  # weights that the next kernel reads
     warps: int = 8,
     pdl: bool | None = None,
 ) -> None:
     """`reduce_norm_reference`, in place; nothing is allocated.
-
-    While rows are added up, other programs ask for ``ahead``: the memory has nothing else to do.
 
     Raises:
         ValueError: a shape does not fit.
@@ -145,10 +134,9 @@ def reduce_norm(
             f"reduce_norm wants contiguous parts [S, {ROWS}, D], got {tuple(parts.shape)}"
         )
     d = residual.shape[1]
-    programs, count, each = _ahead(ahead)
-    _reduce_norm_kernel[(ROWS + programs,)](
-        parts, residual, weight, out, *_tap(residual, tap), residual if ahead is None else ahead,
-        PIECES=count, EACH=each, S=parts.shape[0], D=d, BD=triton.next_power_of_2(d), EPS=eps,
+    _reduce_norm_kernel[(ROWS,)](
+        parts, residual, weight, out, *_tap(residual, tap),
+        S=parts.shape[0], D=d, BD=triton.next_power_of_2(d), EPS=eps,
         TAP=tap is not None, ROWS=ROWS, num_warps=warps, **flags(residual, pdl),
     )  # fmt: skip
 
@@ -162,11 +150,10 @@ def combine_norm(
     *,
     eps: float,
     tap: Tensor | None = None,  # [R, D]
-    ahead: Tensor | None = None,  # weights that the next kernel reads
     warps: int = 8,
     pdl: bool | None = None,
 ) -> None:
-    """`combine_norm_reference`, in place, with ``ahead`` as in `reduce_norm`.
+    """`combine_norm_reference`, in place; nothing is allocated.
 
     Raises:
         ValueError: a shape does not fit.
@@ -178,10 +165,9 @@ def combine_norm(
             f"combine_norm wants contiguous each [{ROWS}, X, D] and factors [{ROWS}, X], got "
             f"{tuple(each.shape)} and {tuple(factors.shape)}"
         )
-    programs, count, share = _ahead(ahead)
-    _combine_norm_kernel[(ROWS + programs,)](
+    _combine_norm_kernel[(ROWS,)](
         each, factors, residual, weight, out, *_tap(residual, tap),
-        residual if ahead is None else ahead, PIECES=count, EACH=share, X=factors.shape[1], D=d,
+        X=factors.shape[1], D=d,
         BD=triton.next_power_of_2(d), EPS=eps, TAP=tap is not None, ROWS=ROWS, num_warps=warps,
         **flags(residual, pdl),
     )  # fmt: skip
@@ -290,17 +276,6 @@ def embed_norm(
         FILL=-1 if fill is None else fill, D=d, BD=triton.next_power_of_2(d), EPS=eps,
         ROWS=ROWS, num_warps=warps, **flags(residual, pdl),
     )  # fmt: skip
-
-
-_FETCHERS = 112
-"""Programs that ask for weights ahead: about one for each multiprocessor without a row."""
-
-
-def _ahead(weights: Tensor | None) -> tuple[int, int, int]:
-    """Programs for it, its pieces, and pieces of each program."""
-    if weights is None:
-        return 0, 0, 1
-    return _FETCHERS, *pieces(weights, _FETCHERS)
 
 
 def _tap(residual: Tensor, tap: Tensor | None) -> tuple[Tensor, int]:

@@ -56,7 +56,12 @@ class Router(Float32Module):
         self.register_buffer("expert_bias", torch.zeros(config.num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [R, D] -> [R, X] int64, [R, X] float32
-        scores = torch.sigmoid(F.linear(x.float(), self.weight.float()))
+        if x.is_cuda and x.dtype == self.weight.dtype == torch.bfloat16:
+            # the same sums of exact products, without copies in float32
+            raw = torch.mm(x, self.weight.T, out_dtype=torch.float32)
+        else:
+            raw = F.linear(x.float(), self.weight.float())
+        scores = torch.sigmoid(raw)
         biased = scores + self.expert_bias
         by_group = biased.view(len(x), self.groups, -1)
         # a group counts as the sum of its two best
@@ -112,8 +117,14 @@ class Experts(nn.Module):
         else:
             pieces = torch.split(rows, counts.tolist())
             parts = torch.cat([self.one(expert, piece) for expert, piece in enumerate(pieces)])
-        # back to the router's order: sums run as in `by_row`, whatever the device
-        each = parts.index_select(0, order.argsort()).view(*ids.shape, -1).float()
+        # back in the router's order: sums run as in `by_row`, whatever the device
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        if parts.is_cuda:
+            from dspark.kernels.expert_sum import expert_sum
+
+            return expert_sum(parts, places.view(ids.shape), weights)
+        each = parts.index_select(0, places).view(*ids.shape, -1).float()
         return (each * weights[..., None]).sum(1)
 
     def _groupable(self) -> bool:

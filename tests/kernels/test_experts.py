@@ -117,7 +117,7 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     moe = tiny_moe(1, device)
     x = torch.randn(16, CONFIG.hidden_size, generator=torch.Generator().manual_seed(4)).to(device)
     every, whole = routed(moe, x, 16)[0], None
-    for live in (1, 2, 5, 8, 9, 15):
+    for live in range(1, 16) if device.type == "cuda" else (1, 9, 15):
         ids, _ = routed(moe, x, live)
         assert torch.equal(ids[:live], every[:live])
         out = outputs(moe, x, ids)

@@ -43,8 +43,7 @@ class Kernel:
         self.squares = torch.full((16, self.layer.heads, tiles), torch.nan, device=x.device)
         kda_verify(
             parts, self.conv, self.layer.A_log, self.layer.dt_bias,
-            self.layer.o_norm.weight, self.slots, torch.full_like(parts[0], torch.nan), out,
-            self.squares, start_slot=self.start,
+            self.layer.o_norm.weight, self.slots, out, self.squares, start_slot=self.start,
             live_rows=torch.tensor([live], dtype=torch.int32, device=x.device),
             turn=self.turn, lower_bound=CONFIG.kda_lower_bound, block_v=block_v,
         )  # fmt: skip
@@ -109,7 +108,7 @@ def test_a_row_depends_on_those_before_it_and_on_nothing_else(device: torch.devi
     layer = tiny_layer(0, device)
     x = torch.randn(16, CONFIG.hidden_size, generator=torch.Generator().manual_seed(5)).to(device)
     whole = Kernel(layer, device)(x, 16)
-    for live in (1, 2, 7, 8, 9, 15):
+    for live in range(1, 16) if device.type == "cuda" else (1, 8, 9, 15):
         other = x.clone()
         other[live:] = 3.0
         assert torch.equal(Kernel(layer, device)(other, live)[:live], whole[:live]), live

@@ -263,7 +263,7 @@ def test_rotations_hold_far_out(seed: int, device: torch.device) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16][: 1 + torch.cuda.is_available()])
 def test_a_row_depends_on_its_own_position_and_on_nothing_else(
     dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -282,7 +282,7 @@ def test_a_row_depends_on_its_own_position_and_on_nothing_else(
 
     whole = step(list(sums), 16)
     assert whole.isfinite().all()
-    for live in range(1, 16):
+    for live in range(1, 16) if device.type == "cuda" else (1, 7, 8, 9, 15):
         others = [one.clone() for one in sums]
         for one in others:
             one[:, live:] = torch.nan

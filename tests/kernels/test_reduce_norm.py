@@ -68,22 +68,6 @@ def test_experts_are_weighed_and_added(dtype: torch.dtype, seed: int, device: to
     assert torch.equal(tap, new)
 
 
-def test_weights_are_asked_for_without_a_trace(device: torch.device) -> None:
-    """What the rows are does not depend on it, and the weights stay as they are."""
-    parts = drawn(2, 16, 96, seed=0, device=device, dtype=torch.float32)
-    residual = drawn(16, 96, seed=1, device=device, dtype=torch.bfloat16)
-    weight = drawn(96, seed=2, device=device, dtype=torch.bfloat16)
-    other = drawn(700, 96, seed=3, device=device, dtype=torch.bfloat16)
-    kept = other.clone()
-    outs = []
-    for ahead in (None, other):
-        new, out = residual.clone(), torch.full_like(residual, torch.nan)
-        reduce_norm(parts, new, weight, out, eps=EPS, ahead=ahead)
-        outs.append(torch.stack([new, out]))
-    assert torch.equal(*outs)
-    assert torch.equal(other, kept)
-
-
 def test_without_a_tap_nothing_else_is_written(device: torch.device) -> None:
     parts = torch.ones(1, 16, 32, device=device)
     residual, out = torch.zeros(16, 32, device=device), torch.zeros(16, 32, device=device)

@@ -79,19 +79,17 @@ class TargetBody:
             )  # fmt: skip
         for index, layer in enumerate(layers):
             mixed = self.mix(index, layer.mixer)
-            first = layer.ffn.gate_up if isinstance(layer.ffn, DenseFFN) else layer.ffn.router
             if arena.on("norms"):
                 reduce_norm(
                     mixed, arena.residual, layer.ffn_norm, arena.normed, eps=self.eps,
-                    ahead=self.ahead(first), warps=arena.tuning.norm_warps,
+                    warps=arena.tuning.norm_warps,
                 )  # fmt: skip
             last = index + 1 == len(layers)
             after = self.weights.norm if last else layers[index + 1].norm
-            following = None if last else self.ahead(layers[index + 1].mixer.into)
             if isinstance(layer.ffn, DenseFFN):
-                self._dense(layer.ffn, after, self.tap(index), following)
+                self._dense(layer.ffn, after, self.tap(index))
             else:
-                self.experts(layer.ffn, after, self.tap(index), following)
+                self.experts(layer.ffn, after, self.tap(index))
         return head_logits(arena, "head", self.weights.head)
 
     def pick(self, logits: Tensor) -> None:
@@ -101,10 +99,6 @@ class TargetBody:
             pick_parts(
                 logits, arena.floors, arena.ints, arena.reals, arena.picked, arena.picked_ids
             )
-
-    def ahead(self, weight: Tensor) -> Tensor | None:
-        """``weight``, if it shall be asked for before it is needed."""
-        return weight if self.arena.tuning.ahead else None
 
     def tap(self, index: int) -> Tensor | None:
         """Where layer ``index`` leaves its output for the draft."""
@@ -125,15 +119,14 @@ class TargetBody:
         tuning = arena.tuning
         block_v = min(tuning.kda_block_v, mixer.size)
         core = arena.parts("core", 1, width)[0]
-        prepared = arena.parts("prepared", 1, len(mixer.into))[0]
         squares = arena.scratch("squares", (ROWS, mixer.heads, mixer.size // block_v))
         if arena.on("KDA"):
             kda_verify(
                 into, mixer.conv, mixer.a_log, mixer.dt_bias, mixer.norm, self.caches.kda[index],
-                prepared, core, squares, start_slot=arena.of(Field.START_SLOT),
+                core, squares, start_slot=arena.of(Field.START_SLOT),
                 live_rows=arena.of(Field.LIVE_ROWS),
                 turn=arena.of(Field.TURN), lower_bound=self.weights.config.kda_lower_bound,
-                block_v=block_v, warps=tuning.kda_warps, ahead=self.ahead(mixer.out),
+                block_v=block_v, warps=tuning.kda_warps,
             )  # fmt: skip
         parts = tuning.out_parts if mixer.heads % tuning.out_parts == 0 else 1
         out = arena.parts("mixed", parts, len(mixer.out))
@@ -183,9 +176,7 @@ class TargetBody:
             )  # fmt: skip
         return product(arena, "MLA out", "mixed", mixed, mixer.out)
 
-    def _dense(
-        self, ffn: DenseFFN, after: Tensor, tap: Tensor | None, following: Tensor | None
-    ) -> None:
+    def _dense(self, ffn: DenseFFN, after: Tensor, tap: Tensor | None) -> None:
         """Dense FFN, residual, and the norm ``after`` it."""
         arena = self.arena
         parts = product(arena, "dense FFN", "gate up", arena.normed, ffn.gate_up)
@@ -194,13 +185,9 @@ class TargetBody:
             swiglu16(parts, inner)
         out = product(arena, "dense FFN", "fed", inner, ffn.down)
         if arena.on("norms"):
-            reduce_norm(
-                out, arena.residual, after, arena.normed, eps=self.eps, tap=tap, ahead=following
-            )
+            reduce_norm(out, arena.residual, after, arena.normed, eps=self.eps, tap=tap)
 
-    def experts(
-        self, ffn: ExpertFFN, after: Tensor, tap: Tensor | None, following: Tensor | None
-    ) -> None:
+    def experts(self, ffn: ExpertFFN, after: Tensor, tap: Tensor | None) -> None:
         """Routed and shared experts, residual, and the norm ``after`` them."""
         arena, config, tuning = self.arena, self.weights.config, self.arena.tuning
         logits = product(arena, "router", "router", arena.normed, ffn.router)
@@ -224,7 +211,7 @@ class TargetBody:
             )  # fmt: skip
             combine_norm(
                 arena.each, arena.factors, arena.residual, after, arena.normed, eps=self.eps,
-                tap=tap, ahead=following, warps=tuning.combine_warps,
+                tap=tap, warps=tuning.combine_warps,
             )  # fmt: skip
 
 

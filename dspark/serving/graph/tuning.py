@@ -7,15 +7,13 @@ __all__ = ["Tuning"]
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tiles, lanes, and what is asked for ahead of its use.
+    """Tiles, warps and lanes.
 
     Lanes and parts decide in which order sums run: they are the same whatever a step holds.
     """
 
-    ahead: bool = False
-    """Ask for the next weights while the memory has nothing else to do."""
-    norm_warps: int = 8
-    combine_warps: int = 8
+    norm_warps: int = 32
+    combine_warps: int = 32
     kda_block_v: int = 8
     kda_warps: int = 4
     out_block_n: int = 128
