@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from dspark import provenance
@@ -23,30 +21,18 @@ from dspark.kernels.experts import experts_down, experts_up
 from dspark.kernels.gemm16 import gemm16
 from dspark.kernels.kda_verify import KDASlots, kda_verify
 from dspark.kernels.launch import ROWS
+from dspark.kernels.read_stream import read_bandwidth
 from dspark.kernels.reduce_norm import combine_norm, reduce_norm
 from dspark.kernels.router import route
+from dspark.kernels.tiles import Tile, tile_for
 from dspark.target.config import LingConfig
 
 _COLD = 400 << 20
 """Bytes of weights that a graph runs through: several times the L2 cache."""
 _REPEATS = 50
-_TILES: dict[tuple[int, int], tuple[int, int, int, int, int, int]] = {
-    # (outputs, inputs) of one rank of four of Ling-3.0-flash:
-    # block_n, block_k, warps, stages, splits, prefetch
-    (5128, 2560): (32, 128, 2, 4, 2, 0),
-    (3072, 2560): (32, 128, 4, 3, 4, 0),
-    (2560, 1024): (64, 128, 4, 3, 2, 2),
-    (512, 2560): (32, 128, 4, 3, 4, 4),
-    (39296, 2560): (128, 128, 4, 3, 1, 0),
-}
-
-
-@triton.jit
-def _read_kernel(source, out, count, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
-        total += tl.load(source + first + tl.arange(0, BLOCK)).to(tl.float32)
-    tl.store(out + tl.program_id(0), tl.sum(total))
+_KDA_BLOCK = 8
+_SHAPES = ((5128, 2560), (3072, 2560), (2560, 1024), (512, 2560), (39296, 2560))
+"""(outputs, inputs) of one rank of four of Ling-3.0-flash."""
 
 
 def timed(calls: list[Callable[[], object]]) -> float:
@@ -69,18 +55,6 @@ def timed(calls: list[Callable[[], object]]) -> float:
     return sorted(times)[_REPEATS // 2]
 
 
-def read_bandwidth() -> float:
-    """TB/s of the best of some ways to read 2 GB."""
-    source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
-    out = torch.empty(1 << 14, device="cuda")
-    best = min(
-        timed([lambda p=p, b=b: _read_kernel[(132 * p,)](source, out, 1 << 30, BLOCK=b)])
-        for p in (4, 8, 16)
-        for b in (1024, 2048, 4096)
-    )
-    return 2 * (1 << 30) / best / 1e6
-
-
 class Bench:
     """Rows of the table."""
 
@@ -92,21 +66,14 @@ class Bench:
         self.rows.append({"kernel": name, "us": us, "mb": megabytes, "peer_us": peer})
 
     def products(self) -> None:
-        for (n, k), tile in _TILES.items():
-            self.product(n, k, *tile)
+        for n, k in _SHAPES:
+            self.product(n, k, tile_for(n, k))
 
-    def product(
-        self, n: int, k: int, block_n: int, block_k: int, warps: int, stages: int,
-        splits: int, prefetch: int,
-    ) -> None:  # fmt: skip
-        tile = {
-            "block_n": block_n, "block_k": block_k, "warps": warps, "stages": stages,
-            "prefetch": prefetch,
-        }  # fmt: skip
+    def product(self, n: int, k: int, tile: Tile) -> None:
         x, weights = draw(ROWS, k), [draw(n, k) for _ in range(max(2, _COLD // (2 * n * k)))]
-        out = torch.empty(splits, ROWS, n, device="cuda")
+        out = torch.empty(tile.splits, ROWS, n, device="cuda")
         few, library = x[: self.tokens], draw(self.tokens, n)
-        ours = timed([lambda w=w: gemm16(x, w, out, **tile) for w in weights])
+        ours = timed([lambda w=w: gemm16(x, w, out, **tile.options()) for w in weights])
         peer = timed([lambda w=w: torch.mm(few, w.t(), out=library) for w in weights])
         self.add(f"gemm16 {n}x{k}", ours, 2 * n * k / 1e6, peer)
 
@@ -118,13 +85,14 @@ class Bench:
         projected = [torch.randn(2, ROWS, 5 * width + heads, device="cuda") for _ in range(layers)]
         conv, a_log = draw(3 * width, 4), torch.rand(heads, device="cuda")
         bias, out = torch.randn(width, device="cuda") - 2, torch.empty(ROWS, width, device="cuda")
+        norm, squares = draw(size), torch.empty(ROWS, heads, size // _KDA_BLOCK, device="cuda")
         start, live, turn = (number(value) for value in (3, self.tokens, 0))
         us = timed(
             [
                 lambda i=i: kda_verify(
-                    projected[i], conv, a_log, bias, slots[i], out, start_slot=start,
+                    projected[i], conv, a_log, bias, norm, slots[i], out, squares, start_slot=start,
                     live_rows=live, turn=turn, lower_bound=config.kda_lower_bound,
-                    block_v=4, warps=2,
+                    block_v=_KDA_BLOCK, warps=4,
                 )
                 for i in range(layers)
             ]
@@ -137,11 +105,13 @@ class Bench:
         residual, weight = draw(ROWS, hidden), draw(hidden)
         out = torch.empty_like(residual)
         parts = torch.randn(2, ROWS, hidden, device="cuda")
-        calls = [lambda: reduce_norm(parts, residual, weight, out, eps=1e-6)] * 50
+        calls = [lambda: reduce_norm(parts, residual, weight, out, eps=1e-6, warps=32)] * 50
         self.add("reduce_norm", timed(calls), 0)
         each = draw(ROWS, chosen + 1, hidden)
         factors = torch.rand(ROWS, chosen + 1, device="cuda")
-        calls = [lambda: combine_norm(each, factors, residual, weight, out, eps=1e-6)] * 50
+        calls = [
+            lambda: combine_norm(each, factors, residual, weight, out, eps=1e-6, warps=32)
+        ] * 50
         self.add("combine_norm", timed(calls), 0)
         experts = self.config.num_experts
         logits, bias = torch.randn(4, ROWS, experts, device="cuda"), draw(experts).float()
@@ -240,7 +210,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, nargs="+", default=[44, 68])
     args = parser.parse_args()
     bench = Bench(LingConfig.from_file(args.config), args.ranks, args.tokens)
-    bandwidth = read_bandwidth()
+    bandwidth = read_bandwidth(torch.device("cuda"))
     bench.products()
     bench.kda()
     bench.norms()
