@@ -1,16 +1,31 @@
-"""Bytes that a step must read, by component, and the time that takes at the measured bandwidth.
+"""Bytes that a step must read, by component, and the time that takes at a given bandwidth.
 
 Symbols: MB is 1e6 bytes.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from dspark.serving.graph.step import GraphStep
-from dspark.serving.graph.weights import DenseFFN, ExpertFFN, KDAMixer
+from dspark.bench.draft_shape import official_shape
+from dspark.draft import DSparkDraftModel
+from dspark.errors import ConfigError
+from dspark.export.config_json import from_json
+from dspark.kernels.launch import ROWS
+from dspark.serving.graph.weights import (
+    DenseFFN,
+    DraftWeights,
+    ExpertFFN,
+    KDAMixer,
+    TargetWeights,
+)
+from dspark.target.config import LingConfig
+from dspark.target.model import LingModel
+from dspark.target.sizes import Routing
 
-__all__ = ["Floor", "step_floor"]
+__all__ = ["Floor", "roofline", "step_floor"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +50,13 @@ class Floor:
 
 
 def step_floor(
-    step: GraphStep, rows: int, experts: float, context: float, terabytes_per_s: float
+    weights: TargetWeights,
+    draft: DraftWeights | None,
+    experts: float,
+    context: float,
+    terabytes_per_s: float,
 ) -> Floor:
-    """What one step of ``rows`` rows reads at least: every weight once, caches, KDA states.
+    """What one step reads at least: every weight once, caches, KDA states.
 
     ``experts``: distinct routed experts of a layer. A KDA state counts as read once and written
     once, whatever the way a step is taken back.
@@ -48,7 +67,6 @@ def step_floor(
         size = sum(one.numel() * one.element_size() for one in tensors)
         parts[name] = parts.get(name, 0.0) + share * size
 
-    weights = step.weights
     for layer in weights.layers:
         mixer, ffn = layer.mixer, layer.ffn
         if isinstance(mixer, KDAMixer):
@@ -68,7 +86,6 @@ def step_floor(
             add("router", ffn.router)
             add("experts", ffn.gate_up, ffn.down, share=(experts + 1) / len(ffn.down))
     add("head", weights.head)
-    draft = step.draft
     if draft is not None:
         add("draft context", draft.fc, draft.context)
         for one in draft.layers:
@@ -77,3 +94,50 @@ def step_floor(
         parts["draft attention"] = context * cached
         add("draft head", weights.head)
     return Floor(parts, terabytes_per_s)
+
+
+def roofline(
+    config: LingConfig,
+    *,
+    ranks: int,
+    tokens: int,
+    routing: str,
+    context: int,
+    block_size: int,
+    terabytes_per_s: float,
+) -> dict[str, Any]:
+    """Floor of a step of one rank, with and without a draft; nothing is loaded.
+
+    ``block_size`` 0: without a draft, else one of the official shape in the target's widths.
+
+    Raises:
+        ConfigError: a number is out of range.
+        TargetError: a width does not divide by ``ranks``.
+    """
+    if not 1 <= tokens <= ROWS:
+        raise ConfigError(f"tokens must lie in 1..{ROWS}, the rows of a step, got {tokens}")
+    if not 0 < terabytes_per_s < float("inf"):
+        raise ConfigError(f"bandwidth must be a number above 0, got {terabytes_per_s}")
+    experts = Routing.parse(routing).experts(config, tokens)
+    with torch.device("meta"):
+        target = TargetWeights.of(LingModel(config, ranks=ranks).to(torch.bfloat16))
+        draft = None
+        if block_size:
+            raw = official_shape(config, block_size)
+            shape = from_json(raw, "draft", target_layers=config.num_hidden_layers)
+            draft = DraftWeights.of(DSparkDraftModel(shape).to(torch.bfloat16), ranks)
+    floor = step_floor(target, draft, experts, context, terabytes_per_s)
+    return {
+        "ranks": ranks,
+        "tokens": tokens,
+        "routing": routing,
+        "distinct_experts": experts,
+        "context": context,
+        "block_size": block_size or None,
+        "tb_s": terabytes_per_s,
+        "components": {
+            name: {"mb": size / 1e6, "us": floor.us_of(name)} for name, size in floor.parts.items()
+        },
+        "total_mb": floor.total / 1e6,
+        "floor_us": floor.us,
+    }

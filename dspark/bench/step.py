@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dspark.bench.draft_shape import official_shape
 from dspark.bench.roofline import Floor, step_floor
 from dspark.decoding import DecodeParams
 from dspark.draft import DSparkDraftModel
@@ -161,8 +162,9 @@ class StepBench:
     def floor(self, bandwidth: float) -> Floor:
         """Bytes of a step at the context's middle, and their time."""
         return step_floor(
-            self.step, self.rows, self.experts, self.options.context + _OUTPUT // 2, bandwidth
-        )
+            self.step.weights, self.step.draft, self.experts,
+            self.options.context + _OUTPUT // 2, bandwidth,
+        )  # fmt: skip
 
     def run(self, *, depth: int = 2, eager: bool = False) -> StepTimes:
         """Steps in requests of 1024 tokens each, behind a warm-up."""
@@ -338,35 +340,6 @@ class StepBench:
 def draft_on(options: StepOptions) -> bool:
     """Whether there is a draft."""
     return options.draft == "dspark"
-
-
-def official_shape(config: LingConfig, block_size: int) -> dict[str, Any]:
-    """config.json of the official draft (five layers, rank 256), in this target's widths."""
-    layers = config.num_hidden_layers
-    span = layers - 4
-    return {
-        "architectures": ["LingDSparkModel"],
-        "model_type": "qwen3",
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": 5,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_attention_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
-        "block_size": block_size,
-        "target_layer_ids": [round(1 + i * span / 4) for i in range(5)],
-        "num_target_layers": layers,
-        "mask_token_id": config.vocab_size - 1,
-        "markov_rank": 256,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-        "hidden_act": "silu",
-    }
 
 
 @contextmanager

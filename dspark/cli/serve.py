@@ -172,6 +172,58 @@ def _bench_step(
     finish(report, as_json)
 
 
+def _bench_roofline(
+    target: Annotated[str, typer.Option(help="ling-3.0-flash, ling-3.0-tiny, or a config.json.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Rows of a step.")] = 9,
+    block_size: Annotated[int, typer.Option(min=0, max=16, help="Of the draft; 0: none.")] = 8,
+    context: Annotated[int, typer.Option(min=0, help="Tokens in the caches.")] = 8192,
+    routing: Annotated[
+        str, typer.Option(help="independent, overlap:SHARE or experts:N, distinct in a layer.")
+    ] = "independent",
+    bandwidth: Annotated[
+        float | None, typer.Option(help="TB/s; none: measured on this GPU.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The least time of a decode step: bytes by component over the memory's bandwidth.
+
+    Example: dspark bench roofline --target ling-3.0-flash --tp 4 --routing experts:44 \\
+    --bandwidth 4.3
+    """
+    import torch
+
+    from dspark.bench.report import print_table
+    from dspark.bench.roofline import roofline
+    from dspark.errors import ConfigError
+    from dspark.target.config import LingConfig
+
+    config = LingConfig.from_file(_target_config(target))
+    if bandwidth is None:
+        if not torch.cuda.is_available():
+            raise ConfigError("there is no GPU to measure; give --bandwidth, in TB/s")
+        from dspark.kernels.read_stream import read_bandwidth
+
+        bandwidth = read_bandwidth(torch.device("cuda"))
+    report = roofline(
+        config,
+        ranks=tp,
+        tokens=tokens,
+        routing=routing,
+        context=context,
+        block_size=block_size,
+        terabytes_per_s=bandwidth,
+    )
+    rows = [
+        [name, f"{one['mb']:,.1f}", f"{one['us']:,.1f}"]
+        for name, one in report["components"].items()
+    ]
+    rows.append(["sum", f"{report['total_mb']:,.1f}", f"{report['floor_us']:,.1f}"])
+    title = f"one rank of {tp}, {tokens} rows, {report['distinct_experts']:.1f} experts a layer"
+    print_table(title, ["", "MB", "us"], rows, note=f"at {bandwidth:.2f} TB/s")
+    finish(report, as_json)
+
+
 def _target_config(name: str) -> Path:
     """A config.json by path, or by the name of one that the repository carries."""
     from dspark.errors import ConfigError
@@ -209,6 +261,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure.", no_args_is_help=True)
     bench.command("serving")(_bench_serving)
     bench.command("step")(_bench_step)
+    bench.command("roofline")(_bench_roofline)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")
     app.command("demo")(_demo)

@@ -1,0 +1,36 @@
+"""Shape of a draft for measurements without one: the official Ling-3.0 draft's, in any widths."""
+
+from typing import Any
+
+from dspark.target.config import LingConfig
+
+__all__ = ["official_shape"]
+
+
+def official_shape(config: LingConfig, block_size: int) -> dict[str, Any]:
+    """config.json of the official draft (five layers, rank 256), in this target's widths."""
+    layers = config.num_hidden_layers
+    span = layers - 4
+    return {
+        "architectures": ["LingDSparkModel"],
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": 5,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_attention_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "block_size": block_size,
+        "target_layer_ids": [round(1 + i * span / 4) for i in range(5)],
+        "num_target_layers": layers,
+        "mask_token_id": config.vocab_size - 1,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "hidden_act": "silu",
+    }
