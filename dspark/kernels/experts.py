@@ -102,29 +102,16 @@ def _down_kernel(
     rows = tl.arange(0, ROWS)
     n = (tl.program_id(0) % TILES) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    # the routes are older than the kernel before, which has waited for them; so the weights can be
-    # on their way while that one still runs
+    # the routes are older than the kernel before, which has waited for them
     expert, slots = _pair(ids, place, E, X, XP, ROWS)
-    live = n[None, :] < D
-    w = weight + tl.maximum(expert, 0).to(tl.int64) * (D * INNER) + n[None, :] * INNER + k[:, None]
-    mine = n[None, :] < tl.where(expert >= 0, D, 0)
-    first = tl.load(w, mask=mine, other=0.0, eviction_policy="evict_first")
-    second = first
-    if INNER > BK:
-        second = tl.load(w + BK, mask=mine, other=0.0, eviction_policy="evict_first")
-    third = first
-    if INNER > 2 * BK:
-        third = tl.load(w + 2 * BK, mask=mine, other=0.0, eviction_policy="evict_first")
     begin(PDL)
     if expert < 0:
         return
+    live = n[None, :] < D
     a = inner + (place * ROWS + rows[:, None]) * INNER + k[None, :]
-    total = dot(tl.load(a), first, tl.zeros([ROWS, BN], tl.float32), WIDE)
-    if INNER > BK:
-        total = dot(tl.load(a + BK), second, total, WIDE)
-    if INNER > 2 * BK:
-        total = dot(tl.load(a + 2 * BK), third, total, WIDE)
-    for step in range(3 * BK, INNER, BK):
+    w = weight + expert.to(tl.int64) * (D * INNER) + n[None, :] * INNER + k[:, None]
+    total = tl.zeros([ROWS, BN], tl.float32)
+    for step in range(0, INNER, BK):
         left = tl.load(a + step)
         right = tl.load(w + step, mask=live, other=0.0, eviction_policy="evict_first")
         total = dot(left, right, total, WIDE)
