@@ -157,6 +157,24 @@ def test_logits_are_those_of_the_reference() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_rows_logits_are_the_same_in_every_width(seed: int) -> None:
+    step, oracle = with_oracle(ling(torch.device("cuda")))
+    ids = prompt(seed, 70 + 61 * seed)
+    oracle.tell([*ids, 5, *prompt(seed + 10, 40)], wrong=0.0)
+    logits = []
+    for rows in range(16, 0, -1):
+        step.begin(ids, replace(GREEDY, num_draft_tokens=rows - 1))
+        step.launch()
+        torch.cuda.synchronize()
+        assert int(step.arena.of(Field.LIVE_ROWS)) == rows
+        logits.append(step.arena.parts("logits", 1, 512)[0, :rows].clone())
+    for narrow in logits[1:]:
+        assert torch.equal(narrow, logits[0][: len(narrow)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_stops_budgets_and_aborts_end_a_request() -> None:
     target = ling(torch.device("cuda"))
     step, oracle = with_oracle(target)
