@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dspark.bench.draft_shape import official_shape
+from dspark.decoding.reference_step import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
-from dspark.kernels.launch import ROWS
 from dspark.serving.graph.weights import (
     DenseFFN,
     DraftWeights,
@@ -114,8 +114,9 @@ def roofline(
         ConfigError: a number is out of range.
         TargetError: a width does not divide by ``ranks``.
     """
-    if not 1 <= tokens <= ROWS:
-        raise ConfigError(f"tokens must lie in 1..{ROWS}, the rows of a step, got {tokens}")
+    most = 1 + MAX_PROPOSALS
+    if not 1 <= tokens <= most:
+        raise ConfigError(f"tokens must lie in 1..{most}, the rows of a step, got {tokens}")
     if not 0 < terabytes_per_s < float("inf"):
         raise ConfigError(f"bandwidth must be a number above 0, got {terabytes_per_s}")
     experts = Routing.parse(routing).experts(config, tokens)

@@ -149,6 +149,7 @@ def _bench_step(
 
     Example: dspark bench step --target ling-3.0-flash --tp 4 --routing experts:44
     """
+    _needs_gpu("dspark bench step", "dspark bench roofline gives the least time without one")
     from dspark.bench.step import StepOptions
     from dspark.bench.step_report import measure, print_report
 
@@ -195,13 +196,11 @@ def _bench_roofline(
 
     from dspark.bench.report import print_table
     from dspark.bench.roofline import roofline
-    from dspark.errors import ConfigError
     from dspark.target.config import LingConfig
 
     config = LingConfig.from_file(_target_config(target))
     if bandwidth is None:
-        if not torch.cuda.is_available():
-            raise ConfigError("there is no GPU to measure; give --bandwidth, in TB/s")
+        _needs_gpu("measuring the bandwidth", "give --bandwidth, in TB/s")
         from dspark.kernels.read_stream import read_bandwidth
 
         bandwidth = read_bandwidth(torch.device("cuda"))
@@ -222,6 +221,18 @@ def _bench_roofline(
     title = f"one rank of {tp}, {tokens} rows, {report['distinct_experts']:.1f} experts a layer"
     print_table(title, ["", "MB", "us"], rows, note=f"at {bandwidth:.2f} TB/s")
     finish(report, as_json)
+
+
+def _needs_gpu(what: str, instead: str) -> None:
+    import torch
+
+    from dspark import kernels
+    from dspark.errors import ConfigError, MissingPackageError
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{what} needs a GPU; {instead}")
+    if not kernels.installed():
+        raise MissingPackageError(f"{what} needs triton: pip install 'dspark[gpu]'")
 
 
 def _target_config(name: str) -> Path:

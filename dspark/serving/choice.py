@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from dspark import kernels
 from dspark.config import TargetSettings
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
@@ -43,6 +44,8 @@ def obstacle(
         return f"the target is on the {device.type}, not on a CUDA device"
     if dtype != torch.bfloat16:
         return f"the target is {_name(dtype)}, not bfloat16"
+    if not kernels.installed():
+        return "triton is not installed (pip install 'dspark[gpu]')"
     return unsupported_shapes(config, draft, ranks)
 
 
