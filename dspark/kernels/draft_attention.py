@@ -8,24 +8,14 @@ Symbols: R = 16 rows, S partial sums, L layers, H query heads, J key/value heads
 G lanes, P positions a cache has room for.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dspark.kernels.angles import cos_sin
-from dspark.kernels.launch import ROWS, begin, dot, flags
+from dspark.kernels.launch import ROWS, added, begin, check_shapes, dot, flags
 
 __all__ = ["draft_append", "draft_attend", "draft_combine", "draft_rotate"]
-
-
-@triton.jit
-def _added(parts, place, live, S: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr):
-    """Partial sums in order, rounded like the activations."""
-    total = tl.load(parts + place, mask=live, other=0.0)
-    for part in tl.static_range(1, S):
-        total += tl.load(parts + part * PART + place, mask=live, other=0.0)
-    return total.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -46,8 +36,8 @@ def _turned(
 ):  # fmt: skip
     """One head of the rows that begin at ``row``, normed and rotated: [rows, N] in ``dtype``."""
     live = n[None, :] < N
-    x = _added(parts, row[:, None] + n[None, :], live, S, PART, dtype)
-    y = _added(parts, row[:, None] + other[None, :], live, S, PART, dtype)
+    x = added(parts, row[:, None] + n[None, :], PART, live, S, dtype)
+    y = added(parts, row[:, None] + other[None, :], PART, live, S, dtype)
     size = tl.rsqrt(tl.sum(x * x, 1) / N + EPS)[:, None]
     # the roundings of a layer that norms, multiplies and rotates one after another
     x = ((x * size).to(dtype).to(tl.float32) * own[None, :]).to(dtype).to(tl.float32)
@@ -84,7 +74,7 @@ def _append_kernel(
         projected, row, own, partner, rate, other, positions, n, EPS, S, ROWS * WIDTH, N, dtype
     )
     place = row[:, None] + J * N + n[None, :]
-    value = _added(projected, place, n[None, :] < N, S, ROWS * WIDTH, dtype)
+    value = added(projected, place, ROWS * WIDTH, n[None, :] < N, S, dtype)
     start = tl.program_id(0).to(tl.int64) * capacity
     place = (start + positions[:, None]) * N + n[None, :]
     tl.store(keys + place, key, mask=kept)
@@ -126,8 +116,8 @@ def _rotate_kernel(
             S, ROWS * WIDTH, N, dtype,
         )  # fmt: skip
     else:
-        new = _added(
-            projected, row[:, None] + n[None, :], n[None, :] < N, S, ROWS * WIDTH, dtype
+        new = added(
+            projected, row[:, None] + n[None, :], ROWS * WIDTH, n[None, :] < N, S, dtype
         ).to(dtype)
     tl.store(block + place, new, mask=n[None, :] < N)
 
@@ -234,7 +224,7 @@ def draft_append(
         ValueError: a shape does not fit.
     """
     layers, heads, capacity, size = keys.shape
-    _check(
+    check_shapes(
         "draft_append",
         projected=(projected, (len(projected), ROWS, layers * 2 * heads * size)),
         norm_weights=(norm_weights, (layers, size)),
@@ -274,7 +264,7 @@ def draft_rotate(
         ValueError: a shape does not fit.
     """
     every, _, size = block.shape
-    _check(
+    check_shapes(
         "draft_rotate",
         projected=(projected, (len(projected), ROWS, every * size)),
         q_norm=(q_norm, (size,)),
@@ -321,7 +311,7 @@ def draft_attend(
         ValueError: a shape does not fit, or the slots are none or too many.
     """
     (groups, _, size), (lanes, _, heads, _) = keys.shape, total.shape
-    _check(
+    check_shapes(
         "draft_attend",
         block=(block, (heads + 2 * groups, ROWS, size)),
         keys=(keys, keys.shape),
@@ -360,7 +350,7 @@ def draft_combine(
         ValueError: a shape does not fit.
     """
     lanes, _, heads, size = total.shape
-    _check(
+    check_shapes(
         "draft_combine",
         total=(total, (lanes, ROWS, heads, size)),
         peaks=(peaks, (lanes, ROWS, heads)),
@@ -373,11 +363,3 @@ def draft_combine(
         G=lanes, GP=padded, H=heads, N=size, NP=triton.next_power_of_2(size), SLOTS=slots,
         BG=min(padded, block_lanes), ROWS=ROWS, num_warps=warps, **flags(total, pdl),
     )  # fmt: skip
-
-
-def _check(kernel: str, **shapes: tuple[Tensor, tuple[int, ...] | torch.Size]) -> None:
-    for name, (one, shape) in shapes.items():
-        if one.shape != shape or not one.is_contiguous():
-            raise ValueError(
-                f"{kernel} wants contiguous {name} {tuple(shape)}, got {tuple(one.shape)}"
-            )

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.launch import ROWS, begin, flags
+from dspark.kernels.launch import ROWS, begin, check_shapes, flags
 
 __all__ = ["KDASlots", "kda_verify"]
 
@@ -174,18 +174,16 @@ def kda_verify(
     """
     heads, size = a_log.shape[0], dt_bias.shape[0] // a_log.shape[0]
     width = heads * size
-    shapes = {
-        "projected": (projected, (len(projected), ROWS, 5 * width + heads)),
-        "conv": (conv, (3 * width, 4)),
-        "states": (slots.states, (ROWS + 1, heads, size, size)),
-        "inputs": (slots.inputs, (2, 3 + ROWS, 3 * width)),
-        "norm": (norm, (size,)),
-        "out": (out, (ROWS, width)),
-        "squares": (squares, (ROWS, heads, size // block_v)),
-    }
-    for name, (one, shape) in shapes.items():
-        if one.shape != shape or not one.is_contiguous():
-            raise ValueError(f"kda_verify wants contiguous {name} {shape}, got {tuple(one.shape)}")
+    check_shapes(
+        "kda_verify",
+        projected=(projected, (len(projected), ROWS, 5 * width + heads)),
+        conv=(conv, (3 * width, 4)),
+        states=(slots.states, (ROWS + 1, heads, size, size)),
+        inputs=(slots.inputs, (2, 3 + ROWS, 3 * width)),
+        norm=(norm, (size,)),
+        out=(out, (ROWS, width)),
+        squares=(squares, (ROWS, heads, size // block_v)),
+    )
     _kda_kernel[(size // block_v, heads)](
         projected, conv, a_log, dt_bias, norm, slots.states, slots.inputs, out, squares,
         start_slot, live_rows, turn, lower_bound,

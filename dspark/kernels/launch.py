@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["ROWS", "begin", "dot", "flags", "without_pdl"]
+__all__ = ["ROWS", "added", "begin", "check_shapes", "dot", "flags", "without_pdl"]
 
 ROWS = 16
 """Rows of a tile: one tensor-core tile, and the most rows of a step."""
@@ -35,6 +35,15 @@ def dot(left, right, total, WIDE: tl.constexpr):
     if WIDE:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
+def added(parts, place, stride, mask, S: tl.constexpr, dtype: tl.constexpr):
+    """Partial sums in order, rounded as the product of a library would be; float32."""
+    total = tl.load(parts + place, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, S):
+        total += tl.load(parts + part * stride + place, mask=mask, other=0.0).to(tl.float32)
+    return total.to(dtype).to(tl.float32)
 
 
 _switched_off = False
@@ -66,3 +75,16 @@ def flags(like: torch.Tensor, pdl: bool | None = None) -> dict[str, Any]:
     overlap = on_gpu and not _switched_off and _has_pdl(like.device) if pdl is None else pdl
     more: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     return {"PDL": overlap, "WIDE": not on_gpu, **more}
+
+
+def check_shapes(kernel: str, **wanted: tuple[torch.Tensor, tuple[int, ...] | torch.Size]) -> None:
+    """Refuse tensors of another shape, or ones that are not contiguous.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for name, (one, shape) in wanted.items():
+        if one.shape != shape or not one.is_contiguous():
+            raise ValueError(
+                f"{kernel} wants contiguous {name} {tuple(shape)}, got {tuple(one.shape)}"
+            )

@@ -16,20 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dspark.kernels.angles import cos_sin
-from dspark.kernels.launch import ROWS, begin, dot, flags
+from dspark.kernels.launch import ROWS, added, begin, dot, flags
 
 __all__ = ["mla_attend", "mla_combine", "mla_prepare"]
 
 _LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _added(parts, place, stride, mask, S: tl.constexpr, dtype: tl.constexpr):
-    """Partial sums in order, rounded as the product of a library would be; float32."""
-    total = tl.load(parts + place, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, S):
-        total += tl.load(parts + part * stride + place, mask=mask, other=0.0).to(tl.float32)
-    return total.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -50,7 +41,7 @@ def _absorb(
     begin(PDL)
     dtype: tl.constexpr = out.dtype.element_ty
     place = rows * q_row + head * (N + P) + n[None, :]
-    still = _added(queries, place, q_part, n[None, :] < N, S, dtype).to(dtype)
+    still = added(queries, place, q_part, n[None, :] < N, S, dtype).to(dtype)
     total = dot(still, weight, tl.zeros([ROWS, BL], tl.float32), WIDE)
     mask = (rows < tl.load(live_rows)) & (column < L)
     tl.store(out + (rows * H + head) * (L + P) + column, total.to(dtype), mask=mask)
@@ -60,8 +51,8 @@ def _absorb(
 def _turn(parts, place, stride, mask, angle, out, AMPLITUDE, S: tl.constexpr):
     """Sum, rotate and store the pairs that start at ``place``; ``out`` points at their places."""
     dtype: tl.constexpr = out.dtype.element_ty
-    even = _added(parts, place, stride, mask, S, dtype)
-    odd = _added(parts, place + 1, stride, mask, S, dtype)
+    even = added(parts, place, stride, mask, S, dtype)
+    odd = added(parts, place + 1, stride, mask, S, dtype)
     cos, sin = cos_sin(angle)
     cos, sin = cos * AMPLITUDE, sin * AMPLITUDE
     tl.store(out, (even * cos - odd * sin).to(dtype), mask=mask)
@@ -104,7 +95,7 @@ def _append(
     position = tl.load(cursor) + row
     here = latents + position.to(tl.int64) * (L + P)
     mask = column < L * live
-    wide = _added(latent, row * l_row + column, l_part, mask, S, dtype)
+    wide = added(latent, row * l_row + column, l_part, mask, S, dtype)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide) / L + EPS)).to(dtype)
     tl.store(here + column, (normed.to(tl.float32) * weight).to(dtype), mask=mask)
     _turn(
@@ -218,7 +209,7 @@ def _combine_kernel(
     if row >= tl.load(live_rows):
         return
     dtype: tl.constexpr = out.dtype.element_ty
-    gate = tl.sigmoid(_added(gates, row * g_row + head, g_part, head < H, S, dtype))
+    gate = tl.sigmoid(added(gates, row * g_row + head, g_part, head < H, S, dtype))
     every = tl.arange(0, GP)
     places = (every * ROWS + row) * H + head
     tops = tl.load(peaks + places, mask=every < G, other=float("-inf"))

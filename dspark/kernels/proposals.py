@@ -6,12 +6,11 @@ biases and confidences of every pair are computed at once, and the serial part o
 Symbols: R = 16 rows, K slots, C candidates of a slot, V vocabulary, r Markov rank, D hidden.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.launch import ROWS, begin, dot, flags
+from dspark.kernels.launch import ROWS, begin, check_shapes, dot, flags
 from dspark.kernels.noise import gumbel, noise_key
 
 __all__ = ["best_place", "chain", "filtered", "pair_bias", "shortlist"]
@@ -186,7 +185,7 @@ def shortlist(
             f"shortlist wants contiguous logits [{ROWS}, V], 1..{ROWS} slots and parts x per_part "
             f"a power of two, got {tuple(logits.shape)}, {slots} and {parts} x {per_part}"
         )
-    _check("shortlist", values=(values, (slots, wide)), ids=(ids, (slots, wide)))
+    check_shapes("shortlist", values=(values, (slots, wide)), ids=(ids, (slots, wide)))
     size = triton.cdiv(vocabulary, parts)
     _shortlist_kernel[(parts, slots)](
         logits, values, ids, vocabulary, size,
@@ -227,14 +226,14 @@ def pair_bias(
     if (w1 is None) != (w2 is None) or (conf_weight is None) != (conf_bias is None):
         raise ValueError("pair_bias wants both Markov matrices or none, and a weight with its bias")
     joint = conf_weight is not None and w1 is not None and len(conf_weight) > width
-    _check(
+    check_shapes(
         "pair_bias", ids=(ids, (slots, wide)), hidden=(hidden, (ROWS, width)),
         bias=(bias, (slots, wide, wide)), confidence=(confidence, (slots, wide)),
     )  # fmt: skip
     if w1 is not None and w2 is not None:
-        _check("pair_bias", w1=(w1, (len(w1), rank)), w2=(w2, w1.shape))
+        check_shapes("pair_bias", w1=(w1, (len(w1), rank)), w2=(w2, w1.shape))
     if conf_weight is not None:
-        _check("pair_bias", conf_weight=(conf_weight, (width + (rank if joint else 0),)))
+        check_shapes("pair_bias", conf_weight=(conf_weight, (width + (rank if joint else 0),)))
     if w1 is None and conf_weight is None:
         return
     previous, columns = (min(block, max(16, wide)) for block in (block_previous, block_candidates))
@@ -281,25 +280,17 @@ def chain(
         raise ValueError(
             f"chain wants a power of two of candidates and 1..{ROWS} slots, got {wide} and {slots}"
         )
-    _check(
+    check_shapes(
         "chain", values=(values, (slots, wide)), ids=(ids, (slots, wide)),
         proposals=(proposals, (ROWS,)), count=(count, (1,)),
     )  # fmt: skip
     if bias is not None:
-        _check("chain", bias=(bias, (slots, wide, wide)))
+        check_shapes("chain", bias=(bias, (slots, wide, wide)))
     if confidence is not None:
-        _check("chain", confidence=(confidence, (slots, wide)))
+        check_shapes("chain", confidence=(confidence, (slots, wide)))
     _chain_kernel[(1,)](
         values, ids, bias, confidence, proposals, count,
         position, limit, threshold, temperature, top_p, top_k, min_p, seed_low, seed_high,
         C=wide, SLOTS=slots, MARKOV=bias is not None, CONFIDENCE=confidence is not None,
         num_warps=warps, **flags(values, pdl),
     )  # fmt: skip
-
-
-def _check(kernel: str, **shapes: tuple[Tensor, tuple[int, ...] | torch.Size]) -> None:
-    for name, (one, shape) in shapes.items():
-        if one.shape != shape or not one.is_contiguous():
-            raise ValueError(
-                f"{kernel} wants contiguous {name} {tuple(shape)}, got {tuple(one.shape)}"
-            )
