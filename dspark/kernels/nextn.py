@@ -93,8 +93,8 @@ def _pick_row_kernel(
     key = noise_key(tl.load(ints + _SEED_LOW), tl.load(ints + _SEED_HIGH), position)
     end = tl.minimum((part + 1) * PART, V)
     best, winner = best_of_part(
-        logits + (rows - 1).to(tl.int64) * V, part * PART, end, float("-inf"),
-        tl.load(reals + _TEMPERATURE), key, BLOCK,
+        logits + (rows - 1).to(tl.int64) * V, part * PART, end,
+        tl.full([], float("-inf"), tl.float32), tl.load(reals + _TEMPERATURE), key, BLOCK,
     )  # fmt: skip
     tl.store(values + part, best)
     tl.store(ids + part, winner)
