@@ -19,6 +19,8 @@ from dspark.serving.graph.weights import (
     DraftWeights,
     ExpertFFN,
     KDAMixer,
+    MLAMixer,
+    NextNWeights,
     TargetWeights,
 )
 from dspark.target.config import LingConfig
@@ -55,11 +57,19 @@ def step_floor(
     experts: float,
     context: float,
     terabytes_per_s: float,
+    *,
+    nextn: NextNWeights | None = None,
+    passes: int = 0,
+    kept: float = 1.0,
 ) -> Floor:
     """What one step reads at least: every weight once, caches, KDA states.
 
     ``experts``: distinct routed experts of a layer. A KDA state counts as read once and written
     once, whatever the way a step is taken back.
+
+    A NEXTN block counts once a proposal, since the head between two passes leaves nothing of it in
+    a cache: its matrices, latents and experts, and the head again. The first pass reads the experts
+    that the ``kept`` rows of a step choose independently, every other pass those of one row.
     """
     parts: dict[str, float] = {}
 
@@ -86,6 +96,24 @@ def step_floor(
             add("router", ffn.router)
             add("experts", ffn.gate_up, ffn.down, share=(experts + 1) / len(ffn.down))
     add("head", weights.head)
+    if nextn is not None:
+        block = nextn.layer
+        mixer, ffn = block.mixer, block.ffn
+        assert isinstance(mixer, MLAMixer)
+        add("NEXTN", nextn.eh_proj, mixer.into, mixer.kv_b, mixer.out, share=passes)
+        if mixer.query is not None:
+            add("NEXTN", mixer.query, share=passes)
+        if isinstance(ffn, DenseFFN):
+            add("NEXTN", ffn.gate_up, ffn.down, share=passes)
+        else:
+            each = weights.config.num_experts_per_tok
+            first = Routing().experts(weights.config, kept)
+            add("NEXTN", ffn.router, share=passes)
+            read = first + 1 + (passes - 1) * (each + 1)
+            add("NEXTN", ffn.gate_up, ffn.down, share=read / len(ffn.down))
+        latent = weights.config.latent_dim * weights.head.element_size()
+        parts["NEXTN"] += passes * context * latent
+        add("draft head", weights.head, share=passes)
     if draft is not None:
         add("draft context", draft.fc, draft.context)
         for one in draft.layers:

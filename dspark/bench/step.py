@@ -1,9 +1,10 @@
 """`dspark bench step`: the time of a decode step beside the bytes it must read.
 
-One rank of a Ling-3.0 target with SYNTHETIC weights, and a draft of true shape, run as they are
-served: captured, two launches queued, state on the device. With several ranks the exchanges between
-them are left out and a stated constant is given beside the measured time. Acceptance is SIMULATED:
-a schedule says how many proposals every step keeps.
+One rank of a Ling-3.0 target with SYNTHETIC weights, and a draft of true shape (a DSpark model or
+the target's own NEXTN block), run as they are served: captured, two launches queued, state on the
+device. With several ranks the exchanges between them are left out and a stated constant is given
+beside the measured time. Acceptance is SIMULATED: a schedule says how many proposals every step
+keeps.
 """
 
 import gc
@@ -20,6 +21,7 @@ import torch
 from dspark.bench.draft_shape import official_shape
 from dspark.bench.roofline import Floor, step_floor
 from dspark.decoding import DecodeParams
+from dspark.decoding.reference_step import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError, RunError
 from dspark.export.config_json import from_json
@@ -55,7 +57,7 @@ class StepOptions:
     """config.json of a Ling-3.0 target, or its directory."""
     ranks: int = 1
     draft: str = "dspark"
-    """dspark or none."""
+    """dspark, none, or nextn:N, the target's own NEXTN block with N proposals a step."""
     draft_config: Path | None = None
     """Of a draft; None: the official shape, scaled to the target."""
     block_size: int = 8
@@ -67,11 +69,20 @@ class StepOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.draft not in ("dspark", "none"):
-            raise ConfigError(f"draft must be dspark or none, got '{self.draft}'")
+        if self.draft not in ("dspark", "none") and not 1 <= self.nextn <= MAX_PROPOSALS:
+            raise ConfigError(
+                f"draft must be dspark, none or nextn:N with N in 1..{MAX_PROPOSALS}, got "
+                f"'{self.draft}'"
+            )
         for name, low in (("ranks", 1), ("context", 1), ("steps", 10)):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be >= {low}, got {getattr(self, name)}")
+
+    @property
+    def nextn(self) -> int:
+        """Proposals of the NEXTN block; 0: another draft, or none."""
+        kind, _, depth = self.draft.partition(":")
+        return int(depth) if kind == "nextn" and depth.isdecimal() else 0
 
 
 @dataclass
@@ -124,30 +135,32 @@ def accept_schedule(accept_length: float, proposals: int, length: int = 512) -> 
 
 
 class StepBench:
-    """A rank with synthetic weights, ready to step."""
+    """A rank with synthetic weights, ready to step.
 
-    def __init__(self, options: StepOptions) -> None:
+    ``shared``: another one whose target is taken, with whatever it was filled with.
+    """
+
+    def __init__(
+        self, options: StepOptions, shared: "StepBench | None" = None, *, with_nextn: bool = False
+    ) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("dspark bench step needs a GPU; dspark inspect gives the bytes")
         self.options = options
         self.device = torch.device("cuda")
         self.config = LingConfig.from_file(options.config)
         self.routing = Routing.parse(options.routing)
-        model = random_model(self.config, self.device, ranks=options.ranks, seed=options.seed)
-        target = LingTarget(model, "synthetic")
+        if shared is None:
+            self.target, self.embedding = self._filled(with_nextn or options.nextn > 0)
+        else:
+            self.target, self.embedding = shared.target, shared.embedding
         draft = self._draft() if options.draft == "dspark" else None
-        embedding = None
-        if options.ranks > 1:
-            shape = (self.config.vocab_size, self.config.hidden_size)
-            embedding = torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(
-                0, 0.02
-            )
         self.step = GraphStep(
-            target,
+            self.target,
             draft,
             context=min(options.context + 2 * _OUTPUT, self.config.max_position_embeddings),
             num_draft_tokens=options.num_draft_tokens or (draft.block_size if draft else None),
-            embedding=embedding,
+            embedding=self.embedding,
+            nextn=options.nextn,
         )
         del draft
         gc.collect()
@@ -163,7 +176,8 @@ class StepBench:
         """Bytes of a step at the context's middle, and their time."""
         return step_floor(
             self.step.weights, self.step.draft, self.experts,
-            self.options.context + _OUTPUT // 2, bandwidth,
+            self.options.context + _OUTPUT // 2, bandwidth, nextn=self.step.nextn,
+            passes=self.step.limit, kept=1 + sum(self.schedule) / len(self.schedule),
         )  # fmt: skip
 
     def run(self, *, depth: int = 2, eager: bool = False) -> StepTimes:
@@ -218,11 +232,25 @@ class StepBench:
 
     @property
     def exchanges(self) -> int:
-        """Sums between ranks that a step needs: two a layer, and some for taps, block and head."""
+        """Sums between ranks that a step needs: two a layer, and some for draft and head."""
         if self.options.ranks == 1:
             return 0
         draft = self.step.draft
-        return 2 * self.config.num_hidden_layers + 1 + (2 * len(draft.layers) + 2 if draft else 0)
+        more = 2 * len(draft.layers) + 2 if draft else 3 * self.options.nextn
+        return 2 * self.config.num_hidden_layers + 1 + more
+
+    def _filled(self, nextn: bool) -> tuple[LingTarget, torch.Tensor | None]:
+        """The target, and the whole embedding table where the target has a part of it."""
+        options, config = self.options, self.config
+        model = random_model(
+            config, self.device, ranks=options.ranks, seed=options.seed, nextn=nextn
+        )
+        embedding = None
+        if options.ranks > 1:
+            shape = (config.vocab_size, config.hidden_size)
+            embedding = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+            embedding.normal_(0, 0.02)
+        return LingTarget(model, "synthetic"), embedding
 
     def _draft(self) -> DSparkDraftModel:
         path = self.options.draft_config
@@ -342,7 +370,7 @@ class StepBench:
 
 def draft_on(options: StepOptions) -> bool:
     """Whether there is a draft."""
-    return options.draft == "dspark"
+    return options.draft != "none"
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The tables of `dspark bench step`: times, floor, breakdown, ablation, memory."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ from dspark.bench.report import environment, print_table
 from dspark.bench.step import ABLATIONS, StepBench, StepOptions, exchange_us
 from dspark.kernels.read_stream import read_bandwidth
 
-__all__ = ["measure", "print_report"]
+__all__ = ["TABLE", "compare", "measure", "print_comparison", "print_report"]
 
+TABLE = (("none", 1.0), ("nextn:5", 3.25), ("dspark", 6.6))
+"""Drafts of the published comparison, with the accept lengths that are simulated for them."""
 _UNCOUNTED = ("embedding", "norms", "proposals", "accept")
 """Components that read next to nothing: time without a floor."""
 
@@ -40,7 +43,7 @@ def measure(options: StepOptions, *, ablate: bool = False) -> dict[str, Any]:
         "exchanges_left_out": bench.exchanges,
         "draft": options.draft,
         "rows": bench.rows,
-        "block_size": draft.block_size if draft else None,
+        "block_size": draft.block_size if draft else options.nextn or None,
         "context": options.context,
         "routing": options.routing,
         "distinct_experts": bench.experts,
@@ -57,6 +60,81 @@ def measure(options: StepOptions, *, ablate: bool = False) -> dict[str, Any]:
     if ablate:
         report["ablation"] = {name: bench.ablate(name).summary() for name in ABLATIONS}
     return report
+
+
+def compare(options: StepOptions) -> dict[str, Any]:
+    """Plain decoding, NEXTN and DSpark over one set of weights: the drafts of `TABLE`.
+
+    ``options`` say the rest; its rows of a step are those of the DSpark draft.
+
+    Raises:
+        ConfigError: no GPU, or an option that does not fit the target.
+        RunError: a step gave no result.
+    """
+    rows: list[dict[str, Any]] = []
+    bench, bandwidth = None, 0.0
+    for draft, accept_length in TABLE:
+        mine = replace(
+            options,
+            draft=draft,
+            accept_length=accept_length,
+            num_draft_tokens=options.num_draft_tokens if draft == "dspark" else None,
+        )
+        bench = StepBench(mine, bench, with_nextn=True)
+        bandwidth = bandwidth or read_bandwidth(bench.device)
+        floor = bench.floor(bandwidth)
+        bench.step.capture()
+        summary = bench.run().summary()
+        rows.append(
+            {
+                "draft": draft,
+                "rows": bench.rows,
+                "distinct_experts": bench.experts,
+                "exchanges_left_out": bench.exchanges,
+                "floor_us": floor.us,
+                **summary,
+                "ratio": summary["step_us_p50"] / floor.us,
+                "step_us_p50_with_exchanges": summary["step_us_p50"] + exchange_us(bench.exchanges),
+            }
+        )
+    return {
+        "target": str(options.config),
+        "weights": "synthetic",
+        "acceptance": "simulated",
+        "ranks": options.ranks,
+        "context": options.context,
+        "routing": options.routing,
+        "read_tb_s": bandwidth,
+        "drafts": rows,
+        "memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "environment": environment(),
+    }
+
+
+def print_comparison(report: dict[str, Any]) -> None:
+    """To the terminal."""
+    table = [
+        [
+            row["draft"],
+            f"{row['rows']}",
+            f"{row['accept_length']:.2f}",
+            f"{row['step_us_p50']:,.0f}",
+            f"{row['tpot_us']:,.0f}",
+            f"{row['floor_us']:,.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['exchanges_left_out']}",
+        ]
+        for row in report["drafts"]
+    ]
+    gpu = ", ".join(report["environment"]["gpus"])
+    print_table(
+        f"decode step by draft, context {report['context']}, routing {report['routing']}, {gpu}",
+        ["draft", "rows", "accept length", "step p50 us", "TPOT us", "floor us", "p50 / floor",
+         "exchanges left out"],
+        table,
+        note=f"SYNTHETIC weights, SIMULATED acceptance, one rank of {report['ranks']}; reads "
+        f"{report['read_tb_s']:.2f} TB/s",
+    )  # fmt: skip
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -127,7 +127,7 @@ def _bench_serving(
 def _bench_step(
     target: Annotated[str, typer.Option(help="ling-3.0-flash, ling-3.0-tiny, or a config.json.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks; one is run.")] = 1,
-    draft: Annotated[str, typer.Option(help="dspark or none.")] = "dspark",
+    draft: Annotated[str, typer.Option(help="dspark, none or nextn:N.")] = "dspark",
     draft_config: Annotated[Path | None, typer.Option(help="config.json of a draft.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Of a draft without a config.")] = 8,
     tokens: Annotated[
@@ -142,6 +142,9 @@ def _bench_step(
     ] = None,
     steps: Annotated[int, typer.Option(min=10, help="Measured, behind 50 of warm-up.")] = 1000,
     ablate: Annotated[bool, typer.Option(help="Turn techniques off, one at a time.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="No draft, nextn:5 and dspark, one after the other.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the synthetic weights.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -151,25 +154,27 @@ def _bench_step(
     """
     _needs_gpu("dspark bench step", "dspark bench roofline gives the least time without one")
     from dspark.bench.step import StepOptions
-    from dspark.bench.step_report import measure, print_report
+    from dspark.bench.step_report import compare, measure, print_comparison, print_report
 
-    report = measure(
-        StepOptions(
-            config=_target_config(target),
-            ranks=tp,
-            draft=draft,
-            draft_config=draft_config,
-            block_size=block_size,
-            num_draft_tokens=None if tokens is None else tokens - 1,
-            context=context,
-            routing=routing,
-            accept_length=simulate_accept_length,
-            steps=steps,
-            seed=seed,
-        ),
-        ablate=ablate,
+    options = StepOptions(
+        config=_target_config(target),
+        ranks=tp,
+        draft=draft,
+        draft_config=draft_config,
+        block_size=block_size,
+        num_draft_tokens=None if tokens is None else tokens - 1,
+        context=context,
+        routing=routing,
+        accept_length=simulate_accept_length,
+        steps=steps,
+        seed=seed,
     )
-    print_report(report)
+    if table:
+        report = compare(options)
+        print_comparison(report)
+    else:
+        report = measure(options, ablate=ablate)
+        print_report(report)
     finish(report, as_json)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from dspark.kernels.launch import ROWS, begin, flags
 from dspark.kernels.noise import gumbel, noise_key
 
-__all__ = ["RECORD", "RING", "STOP_IDS", "Done", "Field", "Real", "Record", "accept", "pick_parts"]
+__all__ = ["NONE", "RECORD", "RING", "STOP_IDS", "Done", "Field", "Real", "Record", "accept",
+           "best_of_part", "pick_parts"]  # fmt: skip
 
 STOP_IDS = 8
 RING = 64
@@ -53,7 +54,11 @@ class Field(IntEnum):
     SIMULATED = 17
     """Length of the schedule of accepted proposals; 0: they are counted, not simulated."""
     NUM_STOPS = 18
-    STOPS = 19
+    DRAFT_CURSOR = 19
+    """Position of the row that a draft reads which proposes one token after the other."""
+    DRAFT_ROWS = 20
+    """1 while such a draft goes on, 0 behind its last proposal."""
+    STOPS = 21
 
 
 class Real(IntEnum):
@@ -91,7 +96,8 @@ class Record(IntEnum):
     CHECK = 31
 
 
-_NONE = tl.constexpr(2147483647)
+NONE = tl.constexpr(2147483647)
+"""The id where no score is a number."""
 _CURSOR = tl.constexpr(int(Field.CURSOR))
 _ANCHOR = tl.constexpr(int(Field.ANCHOR))
 _START_SLOT = tl.constexpr(int(Field.START_SLOT))
@@ -119,6 +125,29 @@ _CHECK = tl.constexpr(int(Record.CHECK))
 
 
 @triton.jit
+def best_of_part(logits, first, end, floor, temperature, key, BLOCK: tl.constexpr):
+    """Best score of ids ``first``..``end`` - 1, and the lowest id that has it.
+
+    At temperature 0 the logit, above it the scaled logit, from ``floor`` on, and the noise.
+    """
+    best, winner = float("-inf"), NONE
+    for start in range(first, end, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        raw = tl.load(logits + v, mask=v < end, other=float("-inf"))
+        score = raw
+        if temperature > 0:
+            score = raw / temperature
+            score = tl.where(score >= floor, score + gumbel(key, v), float("-inf"))
+        score = tl.where(score == score, score, float("-inf"))
+        peak = tl.max(score, 0)
+        place = tl.min(tl.where(score == peak, v, NONE), 0)
+        # ids rise from piece to piece: of equal scores the first one stays
+        winner = tl.where(peak > best, place, winner)
+        best = tl.maximum(peak, best)
+    return best, winner
+
+
+@triton.jit
 def _pick_kernel(
     logits, floors, ints, reals, values, ids, V, PART,
     P: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
@@ -131,21 +160,8 @@ def _pick_kernel(
     floor = tl.load(floors + row)
     position = tl.load(ints + _CURSOR) + row + 1
     key = noise_key(tl.load(ints + _SEED_LOW), tl.load(ints + _SEED_HIGH), position)
-    best, winner = float("-inf"), _NONE
     end = tl.minimum((part + 1) * PART, V)
-    for first in range(part * PART, end, BLOCK):
-        v = first + tl.arange(0, BLOCK)
-        raw = tl.load(logits + row * V + v, mask=v < end, other=float("-inf"))
-        score = raw
-        if temperature > 0:
-            score = raw / temperature
-            score = tl.where(score >= floor, score + gumbel(key, v), float("-inf"))
-        score = tl.where(score == score, score, float("-inf"))
-        peak = tl.max(score, 0)
-        place = tl.min(tl.where(score == peak, v, _NONE), 0)
-        # ids rise from piece to piece: of equal scores the first one stays
-        winner = tl.where(peak > best, place, winner)
-        best = tl.maximum(peak, best)
+    best, winner = best_of_part(logits + row * V, part * PART, end, floor, temperature, key, BLOCK)
     tl.store(values + row * P + part, best)
     tl.store(ids + row * P + part, winner)
 
@@ -163,7 +179,7 @@ def _accept_kernel(
     live = r < rows
     scores = tl.load(values + r[:, None] * P + p[None, :], mask=live[:, None], other=0.0)
     found = tl.load(ids + r[:, None] * P + p[None, :], mask=live[:, None], other=0)
-    choice = tl.min(tl.where(scores == tl.max(scores, 1)[:, None], found, _NONE), 1)
+    choice = tl.min(tl.where(scores == tl.max(scores, 1)[:, None], found, NONE), 1)
     proposed = tl.load(proposals + r)
     agreed = (proposed == choice) & (r < count)
     accepted = tl.min(tl.where(agreed, ROWS, r), 0)
@@ -179,7 +195,7 @@ def _accept_kernel(
         stop = stop | (choice == tl.load(ints + _STOPS + i))
     stop = stop & (r < emitted)
     first = tl.min(tl.where(stop, r, ROWS), 0)
-    broken = tl.max(tl.where(live & (choice == _NONE), 1, 0), 0)
+    broken = tl.max(tl.where(live & (choice == NONE), 1, 0), 0)
     ended = tl.where(first < ROWS, _STOP, tl.where(left <= emitted, _LENGTH, 0))
     emitted = tl.minimum(emitted, first + 1)
     ended = tl.where(broken > 0, _BROKEN, ended)

@@ -20,6 +20,7 @@ __all__ = [
     "combine_norm",
     "combine_norm_reference",
     "embed_norm",
+    "norm_row",
     "parts_norm",
     "reduce_norm",
     "reduce_norm_reference",
@@ -65,11 +66,11 @@ def _finish(
     tl.store(residual + place, new, mask=live)
     if TAP:
         tl.store(tap + row * tap_row + d, new, mask=live)
-    _norm(new, weight, out + place, d, live, D, EPS)
+    norm_row(new, weight, out + place, d, live, D, EPS)
 
 
 @triton.jit
-def _norm(new, weight, out, d, live, D: tl.constexpr, EPS: tl.constexpr):
+def norm_row(new, weight, out, d, live, D: tl.constexpr, EPS: tl.constexpr):
     """RMSNorm of one row, rounded before the weight as the modules do."""
     wide = new.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide) / D + EPS)).to(new.dtype)
@@ -175,8 +176,8 @@ def combine_norm(
 
 @triton.jit
 def _parts_norm_kernel(
-    parts, weight, out, part_stride, row_stride,
-    S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr,
+    parts, weight, out, residual, part_stride, row_stride,
+    S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr,
     PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
@@ -187,7 +188,10 @@ def _parts_norm_kernel(
     for part in tl.static_range(S):
         place = parts + part * part_stride + row * row_stride + d
         total += tl.load(place, mask=live, other=0.0).to(tl.float32)
-    _norm(total.to(out.dtype.element_ty), weight, out + row * D + d, d, live, D, EPS)
+    new = total.to(out.dtype.element_ty)
+    if KEEP:
+        tl.store(residual + row * D + d, new, mask=live)
+    norm_row(new, weight, out + row * D + d, d, live, D, EPS)
 
 
 @triton.jit
@@ -212,7 +216,7 @@ def _embed_norm_kernel(
         token = tl.where((row == 0) | (row >= rows), token, other)
     new = tl.load(table + token.to(tl.int64) * D + d, mask=live, other=0.0)
     tl.store(residual + row * D + d, new, mask=live)
-    _norm(new, weight, out + row * D + d, d, live, D, EPS)
+    norm_row(new, weight, out + row * D + d, d, live, D, EPS)
 
 
 def parts_norm(
@@ -221,9 +225,12 @@ def parts_norm(
     out: Tensor,  # [R, D]
     *,
     eps: float,
+    residual: Tensor | None = None,  # [R, D], of the dtype of `out`
     pdl: bool | None = None,
 ) -> None:
     """RMSNorm of a sum that belongs to no residual, rounded to the dtype of ``out`` first.
+
+    ``residual``: begins with that sum.
 
     Raises:
         ValueError: a shape does not fit.
@@ -234,9 +241,15 @@ def parts_norm(
             f"parts_norm wants parts [S, {ROWS}, D], weight [D] and out [{ROWS}, D], got "
             f"{tuple(parts.shape)}, {tuple(weight.shape)} and {tuple(out.shape)}"
         )
+    if residual is not None and (residual.shape != out.shape or residual.dtype != out.dtype):
+        raise ValueError(
+            f"parts_norm wants a residual like out [{ROWS}, {d}] {out.dtype}, got "
+            f"{tuple(residual.shape)} {residual.dtype}"
+        )
     _parts_norm_kernel[(ROWS,)](
-        parts, weight, out, parts.stride(0), parts.stride(1),
-        S=parts.shape[0], D=d, BD=triton.next_power_of_2(d), EPS=eps,
+        parts, weight, out, out if residual is None else residual,
+        parts.stride(0), parts.stride(1),
+        S=parts.shape[0], D=d, BD=triton.next_power_of_2(d), EPS=eps, KEEP=residual is not None,
         num_warps=8, **flags(out, pdl),
     )  # fmt: skip
 

@@ -58,6 +58,7 @@ class Rows:
 
     logits: Tensor  # [T, V] (prefill: [1, V], of the last token)
     taps: Tensor  # [T, F*D] (prefill: of every prompt token)
+    hidden: Tensor | None = None  # [S, D], behind the final norm, of a prefill that keeps them
 
 
 class Cache(Protocol):
@@ -153,20 +154,23 @@ class Target(ABC):
         """
 
     @torch.no_grad()
-    def prefill(self, cache: Any, input_ids: Tensor) -> Rows:
+    def prefill(self, cache: Any, input_ids: Tensor, *, keep_hidden: bool = False) -> Rows:
         """Run a prompt [S] behind the cursor and commit it; logits of its last token only."""
-        taps = []
+        taps, kept = [], []
         hidden = None
         size = _PREFILL_ROWS.get(self.device.type, _PREFILL_ROWS["cpu"])
         for piece in torch.split(input_ids.to(self.device), size):
             hidden, tap = self._extend(cache, piece, None)
             cache.commit(len(piece))
             taps.append(tap)
+            if keep_hidden:
+                kept.append(hidden)
         assert hidden is not None
         # logits with the rows of a step, so that prefill and verify agree to the bit
         padded = hidden.new_zeros(padded_rows(1, self.device), hidden.shape[1])
         padded[:1] = hidden[-1:]
-        return Rows(self.logits(padded)[:1], torch.cat(taps))
+        every = torch.cat(kept) if keep_hidden else None
+        return Rows(self.logits(padded)[:1], torch.cat(taps), every)
 
     @torch.no_grad()
     def verify(self, cache: Any, input_ids: Tensor) -> Rows:

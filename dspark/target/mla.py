@@ -60,8 +60,7 @@ class MLA(nn.Module):
         query = query.view(batch, rows, self.heads, self.nope + self.rope)
         still, turned = query.split([self.nope, self.rope], -1)
         turned = self._rotary(turned, call.positions)
-        latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], -1)
-        latent = torch.cat([self.kv_a_layernorm(latent), self._rotary(shared, call.positions)], -1)
+        latent = self.latents(x, call.positions)
         held = call.latents.get(self.layer)
         if held is not None:
             held.write(latent, call.start)
@@ -76,6 +75,11 @@ class MLA(nn.Module):
         gate = torch.sigmoid(self.g_proj(x).float())[..., None]
         mixed: Tensor = self.dense((out * gate).to(x.dtype).flatten(2))
         return mixed
+
+    def latents(self, x: Tensor, positions: Tensor) -> Tensor:  # [B, T, D] -> [B, T, L + P]
+        """What the layer remembers of each row: normed latent and rotated shared key."""
+        latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], -1)
+        return torch.cat([self.kv_a_layernorm(latent), self._rotary(shared, positions)], -1)
 
     def _plain(
         self,

@@ -4,17 +4,18 @@ At position t it reads the target's last hidden state (behind the final norm) an
 token t + 1, and predicts token t + 2 through the target's own head. For a deeper guess its own
 output takes the place of the hidden state. It is the public engines' baseline draft.
 
-Symbols: B batch, T rows, D hidden, V vocabulary.
+Symbols: B batch, T rows, D hidden, V vocabulary, L latent rank, P rotated size of a query.
 """
 
 import torch
 from torch import Tensor
 
 from dspark.errors import TargetError
+from dspark.target.mla import MLA
 from dspark.target.model import LingModel, NextN
 from dspark.target.state import Call
 
-__all__ = ["nextn_block", "nextn_hidden"]
+__all__ = ["nextn_block", "nextn_hidden", "nextn_latents"]
 
 
 def nextn_block(model: LingModel, depth: int = 0) -> NextN:
@@ -46,7 +47,29 @@ def nextn_hidden(
         TargetError: as `nextn_block`.
     """
     block = nextn_block(model)
-    embedded = block.enorm(model.embed(next_ids))
-    joined = block.eh_proj(torch.cat([embedded, block.hnorm(hidden)], -1))
+    joined = _joined(model, block, hidden, next_ids)
     out: Tensor = block.final_layernorm(block(joined, call, model.reduce))
+    return out
+
+
+def nextn_latents(
+    model: LingModel,
+    hidden: Tensor,  # [B, T, D], as for `nextn_hidden`
+    next_ids: Tensor,  # [B, T] int64
+    positions: Tensor,  # [B, T] int64
+) -> Tensor:  # [B, T, L + P]
+    """What `nextn_hidden` leaves in the block's cache, without the rest of its work.
+
+    Raises:
+        TargetError: as `nextn_block`.
+    """
+    block = nextn_block(model)
+    assert isinstance(block.attention, MLA)
+    x = block.input_layernorm(_joined(model, block, hidden, next_ids))
+    return block.attention.latents(x, positions)
+
+
+def _joined(model: LingModel, block: NextN, hidden: Tensor, next_ids: Tensor) -> Tensor:
+    embedded = block.enorm(model.embed(next_ids))
+    out: Tensor = block.eh_proj(torch.cat([embedded, block.hnorm(hidden)], -1))
     return out

@@ -55,13 +55,13 @@ class Routing:
     def independent(self) -> bool:
         return self.overlap is None and self.count is None
 
-    def experts(self, config: LingConfig, tokens: int) -> float:
+    def experts(self, config: LingConfig, tokens: float) -> float:
         """Expected distinct experts of one layer."""
         each, total = config.num_experts_per_tok, config.num_experts
         if self.count is not None:
             return min(float(total), self.count)
         if self.overlap is None:
-            return total * (1 - (1 - each / total) ** tokens)
+            return total * (1 - float((1 - each / total) ** tokens))
         return min(float(total), each + (1 - self.overlap) * each * (tokens - 1))
 
 

@@ -50,14 +50,19 @@ def _draw(values: Tensor, name: str, config: LingConfig, generator: torch.Genera
 
 @torch.no_grad()
 def random_model(
-    config: LingConfig, device: torch.device | str, *, ranks: int = 1, seed: int = 0
+    config: LingConfig,
+    device: torch.device | str,
+    *,
+    ranks: int = 1,
+    seed: int = 0,
+    nextn: bool = False,
 ) -> LingModel:
     """A bf16 model, or one rank of several, filled where it stays; no file, no second copy.
 
     Sums over ranks are left out: with several, this is for times and memory alone.
     """
     with torch.device("meta"):
-        model = LingModel(config, ranks=ranks, reduce=lambda part: part)
+        model = LingModel(config, ranks=ranks, reduce=lambda part: part, nextn=nextn)
     model = model.to(torch.bfloat16).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, values in (*model.named_parameters(), *model.named_buffers()):

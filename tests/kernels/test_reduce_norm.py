@@ -114,8 +114,13 @@ def test_a_sum_without_residual_is_normed(
     out = torch.full((16, 72), torch.nan, dtype=dtype, device=device)
     parts_norm(wide[:, :, 8:80], norm.weight.data, out, eps=EPS)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    expected = norm(wide[:, :, 8:80].sum(0).to(dtype))
-    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    total = wide[:, :, 8:80].sum(0).to(dtype)
+    torch.testing.assert_close(out, norm(total), rtol=tolerance, atol=tolerance)
+    # a residual may begin with it
+    again, residual = torch.full_like(out, torch.nan), torch.full_like(out, torch.nan)
+    parts_norm(wide[:, :, 8:80], norm.weight.data, again, eps=EPS, residual=residual)
+    assert torch.equal(again, out)
+    torch.testing.assert_close(residual, total, rtol=tolerance, atol=tolerance)
 
 
 def test_rows_of_a_step_are_looked_up_and_counted(device: torch.device) -> None:
@@ -153,6 +158,8 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
         )  # fmt: skip
     with pytest.raises(ValueError, match="parts_norm wants"):
         parts_norm(torch.zeros(2, 16, 33, device=device), weight, rows, eps=EPS)
+    with pytest.raises(ValueError, match="parts_norm wants a residual like out"):
+        parts_norm(rows[None], weight, rows, eps=EPS, residual=rows.bfloat16())
     with pytest.raises(ValueError, match="either fill or proposals"):
         embed_norm(torch.zeros(1, dtype=torch.int32), rows, weight, rows, rows, eps=EPS)
     with pytest.raises(ValueError, match="residual, out and tap"):

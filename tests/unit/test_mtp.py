@@ -1,11 +1,14 @@
 """The NEXTN block: its way in, its own cache, and where it is missing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dspark.errors import TargetError
+from dspark.target import base
 from dspark.target.ling import sequence_call
-from dspark.target.mtp import nextn_block, nextn_hidden
+from dspark.target.mtp import nextn_block, nextn_hidden, nextn_latents
 from dspark.target.rows import chunk_masks
 from dspark.target.state import Call
 from dspark.testing import tiny_ling
@@ -63,6 +66,32 @@ def test_steps_with_its_own_cache_equal_the_sequence() -> None:
         piece = slice(start, start + 6)
         rows.append(nextn_hidden(model, hidden[:, piece], following[:, piece], call))
     torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_its_latents_alone_are_those_that_it_leaves() -> None:
+    model = tiny_ling(nextn=True).model
+    hidden, following = given(30)
+    held = nextn_block(model).attention.new_state(1, hidden.device)  # type: ignore[call-arg]
+    call = sequence_call(hidden.shape[:2], hidden.device)
+    index = model.config.num_hidden_layers
+    nextn_hidden(model, hidden, following, replace(call, latents={index: held}))  # type: ignore[dict-item]
+    alone = nextn_latents(model, hidden[:, 7:], following[:, 7:], torch.arange(7, 30)[None])
+    torch.testing.assert_close(alone, held.held[:, 7:30], atol=1e-5, rtol=1e-5)  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def test_a_prefill_keeps_the_hidden_states_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tiny_ling()
+    ids = given(300)[1]
+    monkeypatch.setitem(base._PREFILL_ROWS, "cpu", 128)  # three pieces
+    rows = target.prefill(target.new_cache(), ids[0], keep_hidden=True)
+    expected = target.features(ids, ()).last_hidden[0]
+    assert rows.hidden is not None
+    torch.testing.assert_close(rows.hidden, expected, atol=1e-3, rtol=1e-3)
+    assert target.prefill(target.new_cache(), ids[0]).hidden is None
 
 
 def test_it_has_no_limits_and_takes_no_part_in_the_model() -> None:

@@ -13,7 +13,7 @@ from dspark.export.config_json import from_json
 from dspark.provenance import read_object
 from dspark.serving.graph.arena import SHORTLIST_EACH, SHORTLIST_PARTS, Caches, cache_bytes
 from dspark.serving.graph.step import GraphStep
-from dspark.serving.graph.weights import DraftWeights, TargetWeights
+from dspark.serving.graph.weights import DraftWeights, NextNWeights, TargetWeights
 from dspark.serving.plan import MemoryPlan
 from dspark.target import LingTarget
 from dspark.target.config import LingConfig
@@ -52,6 +52,17 @@ def storages(*groups: Any) -> dict[int, int]:
         elif hasattr(one, "__dataclass_fields__"):
             found |= storages(*vars(one).values())
     return found
+
+
+def leaves(one: Any) -> list[torch.Tensor]:
+    """The tensors of nested dataclasses, in order."""
+    if isinstance(one, torch.Tensor):
+        return [one]
+    if isinstance(one, tuple):
+        return [leaf for part in one for leaf in leaves(part)]
+    if hasattr(one, "__dataclass_fields__") and not isinstance(one, LingConfig):
+        return [leaf for part in vars(one).values() for leaf in leaves(part)]
+    return []
 
 
 def test_one_rank_of_four_with_64k_context_fits_a_card_of_141_gb() -> None:
@@ -95,6 +106,41 @@ def test_caches_are_those_that_are_made(with_draft: bool, context: int) -> None:
     assert plan.caches == cache_bytes(weights, packed, context)
     made = Caches.empty(weights, packed, context).tensors()
     assert plan.caches == sum(one.nbytes for one in made)
+
+
+def test_a_nextn_block_has_a_latent_cache_more() -> None:
+    target = tiny_ling(dtype=torch.bfloat16, nextn=True)
+    weights, nextn = TargetWeights.of(target.model), NextNWeights.of(target.model)
+    made = Caches.empty(weights, None, 64, nextn)
+    assert sum(one.nbytes for one in made.tensors()) == cache_bytes(weights, None, 64, nextn)
+    more = cache_bytes(weights, None, 64, nextn) - cache_bytes(weights, None, 64)
+    assert more == (64 + 32) * target.config.latent_dim * 2
+    assert made.latents[target.config.num_hidden_layers].nbytes == more
+
+
+@pytest.mark.parametrize("variant", ["flash", "tiny"])
+def test_a_second_step_finds_the_same_views(variant: str) -> None:
+    target = tiny_ling(variant, dtype=torch.bfloat16, nextn=variant == "flash")
+    before = {name: values.clone() for name, values in target.model.state_dict().items()}
+    packed, again = TargetWeights.of(target.model), TargetWeights.of(target.model)
+    one, other = leaves(packed), leaves(again)
+    if variant == "flash":
+        one += leaves(NextNWeights.of(target.model))
+        other += leaves(NextNWeights.of(target.model))
+    assert len(one) == len(other) > 50
+    for first, second in zip(one, other, strict=True):
+        assert first.data_ptr() == second.data_ptr()
+        assert first.shape == second.shape
+        assert torch.equal(first, second)
+        assert second.is_contiguous()
+    for name, values in target.model.state_dict().items():
+        assert torch.equal(values, before[name]), name
+    # a model that was moved is laid out anew
+    target.model.float()
+    moved = leaves(TargetWeights.of(target.model))
+    assert all(values.dtype == torch.float32 for values in moved)
+    for first, second in zip(one, moved, strict=False):
+        assert torch.equal(first.float(), second)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -15,7 +15,14 @@ from dspark.kernels.accept import RECORD, RING, STOP_IDS, Field, Real
 from dspark.kernels.kda_verify import KDASlots
 from dspark.kernels.launch import ROWS
 from dspark.serving.graph.tuning import Tuning
-from dspark.serving.graph.weights import DraftWeights, KDAMixer, MLAMixer, TargetWeights
+from dspark.serving.graph.weights import (
+    DraftWeights,
+    KDAMixer,
+    LayerWeights,
+    MLAMixer,
+    NextNWeights,
+    TargetWeights,
+)
 
 __all__ = ["Arena", "Caches", "cache_bytes"]
 
@@ -32,17 +39,23 @@ class Caches:
     """What a sequence leaves behind, by layer."""
 
     kda: dict[int, KDASlots]
-    latents: dict[int, Tensor]  # [capacity, L + P]
+    latents: dict[int, Tensor]  # [capacity, L + P]; behind the target's those of a NEXTN block
     keys: Tensor | None  # [draft layers, J, capacity, X]
     values: Tensor | None
 
     @classmethod
-    def empty(cls, target: TargetWeights, draft: DraftWeights | None, context: int) -> "Caches":
+    def empty(
+        cls,
+        target: TargetWeights,
+        draft: DraftWeights | None,
+        context: int,
+        nextn: NextNWeights | None = None,
+    ) -> "Caches":
         """For ``context`` positions."""
         like = target.head
         capacity = context + _GUARD
         kda, latents = {}, {}
-        for index, layer in enumerate(target.layers):
+        for index, layer in enumerate(_layers(target, nextn)):
             mixer = layer.mixer
             if isinstance(mixer, KDAMixer):
                 kda[index] = KDASlots.empty(
@@ -63,11 +76,16 @@ class Caches:
         return held + [one for one in (self.keys, self.values) if one is not None]
 
 
-def cache_bytes(target: TargetWeights, draft: DraftWeights | None, context: int) -> int:
+def cache_bytes(
+    target: TargetWeights,
+    draft: DraftWeights | None,
+    context: int,
+    nextn: NextNWeights | None = None,
+) -> int:
     """Bytes of `Caches.empty`."""
     size = target.head.element_size()
     total = 0
-    for layer in target.layers:
+    for layer in _layers(target, nextn):
         mixer = layer.mixer
         if isinstance(mixer, MLAMixer):
             total += (context + _GUARD) * target.config.latent_dim * size
@@ -79,6 +97,10 @@ def cache_bytes(target: TargetWeights, draft: DraftWeights | None, context: int)
         one = len(draft.layers) * draft.groups * draft.size
         total += 2 * one * (context + _GUARD) * size
     return total
+
+
+def _layers(target: TargetWeights, nextn: NextNWeights | None) -> list[LayerWeights]:
+    return [*target.layers, *([nextn.layer] if nextn is not None else [])]
 
 
 class Arena:

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from dspark.serving.graph.arena import Caches
 from dspark.serving.graph.weights import DraftWeights
+from dspark.target.model import LingModel
+from dspark.target.mtp import nextn_latents
 from dspark.target.state import LingCache
 
-__all__ = ["fill_context", "hand_over"]
+__all__ = ["fill_context", "fill_nextn", "hand_over"]
 
 _PIECE = 4096
 
@@ -55,6 +57,24 @@ def fill_context(
             key = key * cos[:, None] + turned * sin[:, None]
             caches.keys[layer, :, here] = key.transpose(0, 1)
             caches.values[layer, :, here] = both[:, 1].transpose(0, 1)
+
+
+def fill_nextn(
+    model: LingModel,
+    caches: Caches,
+    hidden: Tensor,  # [S, D], the target's behind its final norm
+    prompt_ids: Tensor,  # [S] int64
+) -> None:
+    """Latents of the NEXTN block for all of a prompt but the last token, which has none behind it.
+
+    The block attends to nothing but these, so no more of it has to run.
+    """
+    latents = caches.latents[model.config.num_hidden_layers]
+    for first in range(0, len(hidden) - 1, _PIECE):
+        rows = slice(first, min(first + _PIECE, len(hidden) - 1))
+        following = prompt_ids[rows.start + 1 : rows.stop + 1]
+        at = torch.arange(rows.start, rows.stop, device=hidden.device)
+        latents[rows] = nextn_latents(model, hidden[None, rows], following[None], at[None])[0]
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dspark.decoding import DecodeParams, SamplingParams, draft_limit
 from dspark.decoding.loop import stop_ids
+from dspark.decoding.reference_step import MAX_PROPOSALS
 from dspark.decoding.sampling import pick
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
@@ -24,10 +25,16 @@ from dspark.kernels.accept import RING, STOP_IDS, Done, Field, Real, Record, acc
 from dspark.kernels.filter_floor import FilterScratch, filter_floor
 from dspark.serving.graph.arena import MOST_SCHEDULE, Arena, Caches
 from dspark.serving.graph.draft_body import DraftBody
-from dspark.serving.graph.prompt import fill_context, hand_over
+from dspark.serving.graph.nextn_body import NextNBody
+from dspark.serving.graph.prompt import fill_context, fill_nextn, hand_over
 from dspark.serving.graph.target_body import TargetBody
 from dspark.serving.graph.tuning import Tuning
-from dspark.serving.graph.weights import DraftWeights, TargetWeights, unsupported
+from dspark.serving.graph.weights import (
+    DraftWeights,
+    NextNWeights,
+    TargetWeights,
+    unsupported,
+)
 from dspark.target import LingTarget
 
 __all__ = ["GraphStep", "StepRecord"]
@@ -55,6 +62,7 @@ class GraphStep:
         context: positions of a prompt and its output together.
         num_draft_tokens: proposals a round; None: `draft_limit`'s default.
         embedding: the whole embedding table, where ``target`` is one rank of several.
+        nextn: proposals a round of the model's own NEXTN block, instead of a draft; 0: none.
 
     Raises:
         ConfigError: the kernels cannot run these models, or a setting is out of range.
@@ -69,6 +77,7 @@ class GraphStep:
         num_draft_tokens: int | None = None,
         embedding: Tensor | None = None,
         tuning: Tuning | None = None,
+        nextn: int = 0,
     ) -> None:
         if reason := unsupported(target.model, draft):
             raise ConfigError(f"the graph engine cannot run this: {reason}")
@@ -76,21 +85,31 @@ class GraphStep:
             raise ConfigError(
                 f"context must lie in 1..{target.max_position_embeddings}, got {context}"
             )
+        _check_nextn(target, draft, nextn)
         self.target, self.context = target, context
-        self.limit = 0 if draft is None else draft_limit(draft.block_size, num_draft_tokens)
+        self.limit = nextn
+        if draft is not None:
+            self.limit = draft_limit(draft.block_size, num_draft_tokens)
+        elif nextn and num_draft_tokens is not None:
+            self.limit = draft_limit(nextn, num_draft_tokens)
         model = target.model
         with torch.no_grad():
             self.weights = TargetWeights.of(model, embedding)
             self.draft = None
             if draft is not None:
                 self.draft = DraftWeights.of(draft, model.ranks, model.rank)
-            self.caches = Caches.empty(self.weights, self.draft, context)
+            self.nextn = NextNWeights.of(model) if nextn else None
+            self.caches = Caches.empty(self.weights, self.draft, context, self.nextn)
             self.arena = Arena(self.weights, self.draft, tuning or Tuning())
         layer_ids = self.draft.layer_ids if self.draft else ()
         self.target_body = TargetBody(
             self.weights, self.arena, self.caches, layer_ids, self.limit + 1
         )
-        self._draft_body = None
+        self._draft_body: DraftBody | NextNBody | None = None
+        if self.nextn is not None:
+            self._draft_body = NextNBody(
+                self.nextn, self.weights, self.arena, self.caches, self.limit
+            )
         if self.draft is not None:
             self._draft_body = DraftBody(
                 self.draft, self.weights, self.arena, self.caches, model.ranks, model.rank
@@ -121,7 +140,8 @@ class GraphStep:
         if len(stops) > STOP_IDS:
             raise ConfigError(f"at most {STOP_IDS} stop ids are possible, got {len(stops)}")
         cache = self.target.new_cache(self.draft.layer_ids if self.draft else ())
-        rows = self.target.prefill(cache, torch.tensor(prompt_ids, dtype=torch.int64))
+        prompt = torch.tensor(prompt_ids, dtype=torch.int64, device=self.device)
+        rows = self.target.prefill(cache, prompt, keep_hidden=self.nextn is not None)
         where = torch.tensor([cache.length], device=self.device)
         first = int(pick(rows.logits, params.sampling, where)[0])
         hand_over(cache, self.caches)
@@ -129,6 +149,11 @@ class GraphStep:
             width = self.draft.fc.shape[1]
             rank = self.target.model.rank
             fill_context(self.draft, self.caches, rows.taps[:, rank * width : (rank + 1) * width])
+        if self.nextn is not None:
+            assert rows.hidden is not None
+            fill_nextn(self.target.model, self.caches, rows.hidden, prompt)
+            # the last token waits for the one behind it: it is the row that the first step reads
+            self.arena.normed[0] = rows.hidden[-1]
         left = min(params.max_new_tokens, self.context - len(prompt_ids)) - 1
         self.set_state(cursor=cache.length, anchor=first, left=left, params=params, stops=stops)
         return first
@@ -146,6 +171,7 @@ class GraphStep:
     ) -> None:
         """Start a sequence whose caches are filled up to ``cursor``.
 
+        That of a NEXTN block ends one position before, for which row 0 of `arena.normed` stands.
         ``schedule``: accepted proposals step by step, in turn, where acceptance is simulated.
 
         Raises:
@@ -178,6 +204,8 @@ class GraphStep:
             Field.NUM_STOPS: len(stops),
         }.items():
             ints[field] = value
+        if self.nextn is not None and cursor > 0:
+            ints[Field.INJECT_BASE], ints[Field.INJECT_COUNT] = cursor - 1, 1
         ints[Field.STOPS : Field.STOPS + len(stops)] = torch.tensor(list(stops), dtype=torch.int32)
         self.arena.ints.copy_(ints)
         reals = torch.zeros(len(Real))
@@ -217,14 +245,17 @@ class GraphStep:
     @torch.no_grad()
     def capture(self) -> None:
         """Compile the kernels and capture the step; done by the first launch if not before."""
-        kept = [one.clone() for one in (self.arena.ints, self.arena.ring)]
+        arena = self.arena
+        # a NEXTN block reads what the last step, or the prompt, has left
+        changed = (arena.ints, arena.ring, arena.normed, arena.proposals)
+        kept = [one.clone() for one in changed]
         self.run_body()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._enqueue()
         self._graphs[self._filtered] = graph
-        for one, old in zip((self.arena.ints, self.arena.ring), kept, strict=True):
+        for one, old in zip(changed, kept, strict=True):
             one.copy_(old)
 
     def warm_up(self) -> None:
@@ -275,6 +306,17 @@ class GraphStep:
     def abort(self) -> None:
         """End the running request at the next step."""
         self._mailbox.fill_(self.request)
+
+
+def _check_nextn(target: LingTarget, draft: DSparkDraftModel | None, nextn: int) -> None:
+    if not 0 <= nextn <= MAX_PROPOSALS:
+        raise ConfigError(f"nextn must lie in 0..{MAX_PROPOSALS}, got {nextn}")
+    if nextn and draft is not None:
+        raise ConfigError(f"a step has one draft: either a model, or nextn ({nextn} was given)")
+    if nextn and not target.model.has_nextn:
+        raise ConfigError(
+            f"nextn is {nextn}, but the model has no NEXTN block, or it was not loaded"
+        )
 
 
 def _int32(value: int) -> int:

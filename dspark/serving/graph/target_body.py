@@ -22,6 +22,7 @@ from dspark.serving.graph.weights import (
     DenseFFN,
     ExpertFFN,
     KDAMixer,
+    LayerWeights,
     MLAMixer,
     TargetWeights,
 )
@@ -51,7 +52,11 @@ def head_logits(arena: Arena, component: str, weight: Tensor) -> Tensor:
 
 
 class TargetBody:
-    """Launches every kernel of the target once; capturing them is the caller's work."""
+    """Launches every kernel of the target once; capturing them is the caller's work.
+
+    Another block of the same layers brings its own ``cursor`` and ``live_rows``, and one
+    ``component`` that all its launches count as.
+    """
 
     def __init__(
         self,
@@ -60,8 +65,14 @@ class TargetBody:
         caches: Caches,
         layer_ids: tuple[int, ...],
         most_rows: int = ROWS,
+        *,
+        cursor: Field = Field.CURSOR,
+        live_rows: Field = Field.LIVE_ROWS,
+        component: str | None = None,
     ) -> None:
         self.weights, self.arena, self.caches = weights, arena, caches
+        self.cursor, self.live_rows = arena.of(cursor), arena.of(live_rows)
+        self.component = component
         self.layer_ids, self.most_rows = layer_ids, most_rows
         self.eps = weights.config.rms_norm_eps
 
@@ -78,19 +89,31 @@ class TargetBody:
                 ),
             )  # fmt: skip
         for index, layer in enumerate(layers):
-            mixed = self.mix(index, layer.mixer)
-            if arena.on("norms"):
-                reduce_norm(
-                    mixed, arena.residual, layer.ffn_norm, arena.normed, eps=self.eps,
-                    warps=arena.tuning.norm_warps,
-                )  # fmt: skip
             last = index + 1 == len(layers)
             after = self.weights.norm if last else layers[index + 1].norm
-            if isinstance(layer.ffn, DenseFFN):
-                self._dense(layer.ffn, after, self.tap(index))
-            else:
-                self.experts(layer.ffn, after, self.tap(index))
+            self.layer(index, layer, after)
         return head_logits(arena, "head", self.weights.head)
+
+    def layer(self, index: int, layer: LayerWeights, after: Tensor) -> None:
+        """Mixer and FFN, and the norm ``after`` them."""
+        arena = self.arena
+        mixed = self.mix(index, layer.mixer)
+        if self.on("norms"):
+            reduce_norm(
+                mixed, arena.residual, layer.ffn_norm, arena.normed, eps=self.eps,
+                warps=arena.tuning.norm_warps,
+            )  # fmt: skip
+        if isinstance(layer.ffn, DenseFFN):
+            self._dense(layer.ffn, after, self.tap(index))
+        else:
+            self.experts(layer.ffn, after, self.tap(index))
+
+    def on(self, component: str) -> bool:
+        """Whether ``component``, or what all of it counts as, is launched."""
+        return self.arena.on(self.component or component)
+
+    def _product(self, component: str, name: str, x: Tensor, weight: Tensor) -> Tensor:
+        return product(self.arena, self.component or component, name, x, weight)
 
     def pick(self, logits: Tensor) -> None:
         """The best of each part of the vocabulary, for every row."""
@@ -115,22 +138,21 @@ class TargetBody:
 
     def _kda(self, index: int, mixer: KDAMixer) -> Tensor:
         arena, width = self.arena, mixer.heads * mixer.size
-        into = product(arena, "KDA in", "mixer", arena.normed, mixer.into)
+        into = self._product("KDA in", "mixer", arena.normed, mixer.into)
         tuning = arena.tuning
         block_v = min(tuning.kda_block_v, mixer.size)
         core = arena.parts("core", 1, width)[0]
         squares = arena.scratch("squares", (ROWS, mixer.heads, mixer.size // block_v))
-        if arena.on("KDA"):
+        if self.on("KDA"):
             kda_verify(
                 into, mixer.conv, mixer.a_log, mixer.dt_bias, mixer.norm, self.caches.kda[index],
-                core, squares, start_slot=arena.of(Field.START_SLOT),
-                live_rows=arena.of(Field.LIVE_ROWS),
+                core, squares, start_slot=arena.of(Field.START_SLOT), live_rows=self.live_rows,
                 turn=arena.of(Field.TURN), lower_bound=self.weights.config.kda_lower_bound,
                 block_v=block_v, warps=tuning.kda_warps,
             )  # fmt: skip
         parts = tuning.out_parts if mixer.heads % tuning.out_parts == 0 else 1
         out = arena.parts("mixed", parts, len(mixer.out))
-        if arena.on("KDA out"):
+        if self.on("KDA out"):
             gated_gemm16(
                 core, squares, mixer.out, out, eps=self.eps, block_n=tuning.out_block_n,
                 warps=tuning.out_warps,
@@ -139,16 +161,16 @@ class TargetBody:
 
     def _mla(self, index: int, mixer: MLAMixer) -> Tensor:
         arena, config = self.arena, self.weights.config
-        into = product(arena, "MLA in", "mixer", arena.normed, mixer.into)
+        into = self._product("MLA in", "mixer", arena.normed, mixer.into)
         heads, size = mixer.heads, config.latent_dim
         first = heads * config.qk_head_dim
         queries = into[:, :, :first]
         if mixer.query is not None and mixer.query_norm is not None:
             first = mixer.query.shape[1]
             low = arena.scratch("low-rank query", (ROWS, first), arena.dtype)
-            if arena.on("MLA in"):
+            if self.on("MLA in"):
                 parts_norm(into[:, :, :first], mixer.query_norm, low, eps=_LATENT_EPS)
-            queries = product(arena, "MLA in", "queries", low, mixer.query)
+            queries = self._product("MLA in", "queries", low, mixer.query)
         query = arena.scratch("query", (ROWS, heads, size), arena.dtype)
         total = arena.scratch(
             "mla total", (arena.tuning.mla_lanes, ROWS, heads, config.kv_lora_rank)
@@ -156,8 +178,8 @@ class TargetBody:
         peaks = arena.scratch("mla peaks", (arena.tuning.mla_lanes, ROWS, heads))
         masses = arena.scratch("mla masses", (arena.tuning.mla_lanes, ROWS, heads))
         mixed = arena.scratch("mla mixed", (ROWS, heads * mixer.value), arena.dtype)
-        if arena.on("MLA"):
-            cursor, live = arena.of(Field.CURSOR), arena.of(Field.LIVE_ROWS)
+        if self.on("MLA"):
+            cursor, live = self.cursor, self.live_rows
             latents = self.caches.latents[index]
             mla_prepare(
                 queries, into[:, :, first : first + size], mixer.latent_norm, mixer.kv_b,
@@ -174,30 +196,30 @@ class TargetBody:
                 total, peaks, masses, mixer.kv_b, gates, mixed, live_rows=live,
                 lane_block=arena.tuning.mla_lane_block, block=arena.tuning.mla_value_block,
             )  # fmt: skip
-        return product(arena, "MLA out", "mixed", mixed, mixer.out)
+        return self._product("MLA out", "mixed", mixed, mixer.out)
 
     def _dense(self, ffn: DenseFFN, after: Tensor, tap: Tensor | None) -> None:
         """Dense FFN, residual, and the norm ``after`` it."""
         arena = self.arena
-        parts = product(arena, "dense FFN", "gate up", arena.normed, ffn.gate_up)
+        parts = self._product("dense FFN", "gate up", arena.normed, ffn.gate_up)
         inner = arena.scratch("dense", (ROWS, ffn.down.shape[1]), arena.dtype)
-        if arena.on("dense FFN"):
+        if self.on("dense FFN"):
             swiglu16(parts, inner)
-        out = product(arena, "dense FFN", "fed", inner, ffn.down)
-        if arena.on("norms"):
+        out = self._product("dense FFN", "fed", inner, ffn.down)
+        if self.on("norms"):
             reduce_norm(out, arena.residual, after, arena.normed, eps=self.eps, tap=tap)
 
     def experts(self, ffn: ExpertFFN, after: Tensor, tap: Tensor | None) -> None:
         """Routed and shared experts, residual, and the norm ``after`` them."""
         arena, config, tuning = self.arena, self.weights.config, self.arena.tuning
-        logits = product(arena, "router", "router", arena.normed, ffn.router)
-        if arena.on("router"):
+        logits = self._product("router", "router", arena.normed, ffn.router)
+        if self.on("router"):
             route(
-                logits, ffn.bias, arena.of(Field.LIVE_ROWS), arena.ids, arena.factors,
+                logits, ffn.bias, self.live_rows, arena.ids, arena.factors,
                 groups=config.n_group, kept_groups=config.topk_group,
                 factor=config.routed_scaling_factor, warps=tuning.route_warps,
             )  # fmt: skip
-        if arena.on("experts"):
+        if self.on("experts"):
             experts_up(
                 arena.normed, ffn.gate_up, arena.ids, arena.inner, limit=ffn.limit,
                 shared_limit=ffn.shared_limit, most_rows=self.most_rows,

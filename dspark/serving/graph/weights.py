@@ -1,8 +1,8 @@
 """The weights of a step as its kernels read them.
 
 Matrices that read the same input lie one behind the other. The target's own modules, which read
-the prompt, become views of them, so that no weight is held twice; the draft, which is small, is
-copied.
+the prompt, become views of them, so that no weight is held twice, and a second step over the same
+model finds the same views; the draft, which is small, is copied.
 
 Symbols: D hidden, H heads (of this rank), K key size, N unrotated and P rotated size of a query,
 L latent rank, E experts, I inner width, J key/value heads of the draft.
@@ -19,11 +19,13 @@ from dspark.draft.layers import DraftLayer
 from dspark.target.config import LingConfig
 from dspark.target.kda import KDA
 from dspark.target.mla import MLA
-from dspark.target.model import LingModel
+from dspark.target.model import Layer, LingModel
 from dspark.target.moe import MLP, MoE
+from dspark.target.mtp import nextn_block
 
-__all__ = ["DenseFFN", "DraftLayerWeights", "DraftWeights", "ExpertFFN", "KDAMixer", "MLAMixer",
-           "TargetWeights", "unsupported", "unsupported_shapes"]  # fmt: skip
+__all__ = ["DenseFFN", "DraftLayerWeights", "DraftWeights", "ExpertFFN", "KDAMixer",
+           "LayerWeights", "MLAMixer", "NextNWeights", "TargetWeights", "unsupported",
+           "unsupported_shapes"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,21 @@ class LayerWeights:
     ffn_norm: Tensor  # [D]
     ffn: DenseFFN | ExpertFFN
 
+    @classmethod
+    def of(cls, layer: Layer) -> "LayerWeights":
+        """Views of ``layer``, whose parameters move unless they lie as they should."""
+        mixer, ffn = layer.attention, layer.mlp
+        made = cls(
+            norm=layer.input_layernorm.weight.data,
+            mixer=_kda(mixer) if isinstance(mixer, KDA) else _mla(mixer),
+            ffn_norm=layer.post_attention_layernorm.weight.data,
+            ffn=_experts(ffn) if isinstance(ffn, MoE) else _dense(ffn),
+        )
+        if made.norm.is_cuda:
+            # the stacks have other sizes than what they replace, which the allocator would keep
+            torch.cuda.empty_cache()
+        return made
+
 
 @dataclass(frozen=True)
 class TargetWeights:
@@ -100,26 +117,39 @@ class TargetWeights:
     @classmethod
     def of(cls, model: LingModel, embedding: Tensor | None = None) -> "TargetWeights":
         """Views of ``model``, whose parameters move; ``embedding``: the whole table, of a rank."""
-        layers = []
-        for layer in model.layers:
-            mixer, ffn = layer.attention, layer.mlp
-            layers.append(
-                LayerWeights(
-                    norm=layer.input_layernorm.weight.data,
-                    mixer=_kda(mixer) if isinstance(mixer, KDA) else _mla(mixer),
-                    ffn_norm=layer.post_attention_layernorm.weight.data,
-                    ffn=_experts(ffn) if isinstance(ffn, MoE) else _dense(ffn),
-                )
-            )
-            if model.lm_head.weight.is_cuda:
-                # the stacks have other sizes than what they replace, which the allocator would keep
-                torch.cuda.empty_cache()
         return cls(
             config=model.config,
             embedding=model.model.word_embeddings.weight.data if embedding is None else embedding,
-            layers=tuple(layers),
+            layers=tuple(LayerWeights.of(layer) for layer in model.layers),
             norm=model.model.norm.weight.data,
             head=model.lm_head.weight.data,
+        )
+
+
+@dataclass(frozen=True)
+class NextNWeights:
+    """The NEXTN block, or one rank's part of it."""
+
+    enorm: Tensor  # [D], of the embedding
+    hnorm: Tensor  # [D], of the hidden state
+    eh_proj: Tensor  # [D, 2 D]
+    layer: LayerWeights
+    norm: Tensor  # [D], behind the block
+
+    @classmethod
+    def of(cls, model: LingModel) -> "NextNWeights":
+        """Views, as in `TargetWeights`.
+
+        Raises:
+            TargetError: the model has no such block.
+        """
+        block = nextn_block(model)
+        return cls(
+            enorm=block.enorm.weight.data,
+            hnorm=block.hnorm.weight.data,
+            eh_proj=block.eh_proj.weight.data,
+            layer=LayerWeights.of(block),
+            norm=block.final_layernorm.weight.data,
         )
 
 
@@ -255,11 +285,26 @@ class DraftWeights:
 def _together(linears: Sequence[nn.Module]) -> Tensor:
     """One matrix of all of them, of which their weights become rows."""
     weights: list[nn.Parameter] = [linear.weight for linear in linears]  # type: ignore[misc]
+    rows = sum(len(weight) for weight in weights)
+    if (held := _in_a_row([weight.data for weight in weights])) is not None:
+        return held.view(rows, *weights[0].shape[1:])
     whole = torch.cat([weight.data for weight in weights])
     parts = torch.split(whole, [len(one) for one in weights])
     for weight, part in zip(weights, parts, strict=True):
         weight.data = part
     return whole
+
+
+def _in_a_row(parts: Sequence[Tensor]) -> Tensor | None:
+    """All values of ``parts``, flat, if each begins where the one before ends."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        # by the storage itself: without memory, as on "meta", all addresses are alike
+        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not same or part.storage_offset() != end or not part.is_contiguous():
+            return None
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
 
 
 def _kda(mixer: KDA) -> KDAMixer:
@@ -302,21 +347,8 @@ def _dense(ffn: MLP) -> DenseFFN:
 def _experts(ffn: MoE) -> ExpertFFN:
     experts, shared = ffn.experts, ffn.shared_experts
     assert shared is not None
-    width = experts.down.shape[2]
-    stacks = []
-    for routed, one in (
-        (experts.gate_up, torch.cat([shared.gate_proj.weight.data, shared.up_proj.weight.data])),
-        (experts.down, shared.down_proj.weight.data),
-    ):
-        stack = torch.empty(len(routed) + 1, *routed.shape[1:], dtype=one.dtype, device=one.device)
-        stack[:-1] = routed.data
-        stack[-1] = one
-        routed.data = stack[:-1]
-        stacks.append(stack)
-    gate_up, down = stacks
-    shared.gate_proj.weight.data = gate_up[-1, :width]
-    shared.up_proj.weight.data = gate_up[-1, width:]
-    shared.down_proj.weight.data = down[-1]
+    gate_up = _stack(experts.gate_up, [shared.gate_proj.weight, shared.up_proj.weight])
+    down = _stack(experts.down, [shared.down_proj.weight])
     return ExpertFFN(
         router=ffn.gate.weight.data,
         bias=ffn.gate.expert_bias,
@@ -325,3 +357,19 @@ def _experts(ffn: MoE) -> ExpertFFN:
         limit=experts.limit,
         shared_limit=shared.limit,
     )
+
+
+def _stack(routed: Tensor, shared: Sequence[Tensor]) -> Tensor:
+    """One stack of the routed experts and, behind them, the matrices of the shared one."""
+    shape = (len(routed) + 1, *routed.shape[1:])
+    if (held := _in_a_row([routed.data, *(one.data for one in shared)])) is not None:
+        return held.view(shape)
+    stack = torch.empty(shape, dtype=routed.dtype, device=routed.device)
+    stack[:-1] = routed.data
+    routed.data = stack[:-1]
+    for one, place in zip(
+        shared, torch.split(stack[-1], [len(one) for one in shared]), strict=True
+    ):
+        place.copy_(one.data)
+        one.data = place
+    return stack
