@@ -15,13 +15,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One seed through the interpreter, which takes a thousand times as long as a GPU."""
+    """One seed through the interpreter, which takes a thousand times as long as a GPU, and slow."""
     if torch.cuda.is_available():
         return
     here = Path(__file__).parent
-    items[:] = [
-        item
-        for item in items
-        if here not in item.path.parents
-        or getattr(getattr(item, "callspec", None), "params", {}).get("seed") not in (1, 2)
-    ]
+    kept = []
+    for item in items:
+        if here in item.path.parents:
+            if getattr(getattr(item, "callspec", None), "params", {}).get("seed") in (1, 2):
+                continue
+            item.add_marker(pytest.mark.slow)
+        kept.append(item)
+    items[:] = kept
