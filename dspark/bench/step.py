@@ -23,11 +23,12 @@ from dspark.bench.roofline import Floor, step_floor
 from dspark.decoding import DecodeParams
 from dspark.decoding.reference_step import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
-from dspark.errors import ConfigError, RunError
+from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
 from dspark.kernels.launch import without_pdl
 from dspark.provenance import read_object
-from dspark.serving.graph.step import GraphStep, StepRecord
+from dspark.serving.graph.decoder import wait_for
+from dspark.serving.graph.step import GraphStep
 from dspark.target import LingTarget
 from dspark.target.config import LingConfig
 from dspark.target.sizes import Routing
@@ -301,7 +302,7 @@ class StepBench:
                     ahead = step.read(step.launched - 1) is None if queued else None
                     step.launch(eager=eager)
             enqueued = time.perf_counter()
-            record = self._wait(reading)
+            record = wait_for(step, reading, _PATIENCE_S)
             reading += 1
             steps += 1
             done = record.done != 0
@@ -314,16 +315,9 @@ class StepBench:
                     times.ahead.append(ahead)
             clock = record.clock_ns
         while reading < step.launched:
-            self._wait(reading)
+            wait_for(step, reading, _PATIENCE_S)
             reading += 1
         return steps
-
-    def _wait(self, serial: int) -> StepRecord:
-        end = time.monotonic() + _PATIENCE_S
-        while (record := self.step.read(serial)) is None:
-            if time.monotonic() > end:
-                raise RunError(f"step {serial} gave no result for {_PATIENCE_S:.0f} s")
-        return record
 
     def _route(self) -> float:
         """Make the routing what was asked for; distinct experts of a layer, measured."""

@@ -11,7 +11,7 @@ from dspark.errors import RunError
 from dspark.kernels.accept import Done
 from dspark.serving.graph.step import GraphStep, StepRecord
 
-__all__ = ["GraphDecoder"]
+__all__ = ["GraphDecoder", "wait_for"]
 
 _DEPTH = 2
 """Launches in the queue: while one runs the next one waits behind it."""
@@ -54,7 +54,7 @@ class GraphDecoder:
                 stuck = True
                 while step.launched - reading < _DEPTH:
                     step.launch()
-                record = self._wait(reading)
+                record = wait_for(step, reading, self.patience_s)
                 stuck = False
                 reading += 1
                 if record.done == Done.NOT_A_NUMBER:
@@ -71,13 +71,19 @@ class GraphDecoder:
             # what is queued behind the end finds the request done, and must be over before the next
             step.abort()
             while reading < step.launched and not stuck:
-                self._wait(reading)
+                wait_for(step, reading, self.patience_s)
                 reading += 1
 
-    def _wait(self, serial: int) -> StepRecord:
-        end = time.monotonic() + self.patience_s
-        while (record := self.step.read(serial)) is None:
-            if time.monotonic() > end:
-                raise RunError(f"step {serial} gave no result for {self.patience_s:g} s")
-            time.sleep(_NAP_S)
-        return record
+
+def wait_for(step: GraphStep, serial: int, patience_s: float) -> StepRecord:
+    """The record of a launch, as soon as it is there.
+
+    Raises:
+        RunError: it is not there after ``patience_s``.
+    """
+    end = time.monotonic() + patience_s
+    while (record := step.read(serial)) is None:
+        if time.monotonic() > end:
+            raise RunError(f"step {serial} gave no result for {patience_s:g} s")
+        time.sleep(_NAP_S)
+    return record
