@@ -39,14 +39,14 @@ class Step:
         best = self.values[:rows].argmax(1, keepdim=True)
         return [int(one) for one in self.ids[:rows].gather(1, best)[:, 0]]
 
-    def run(self, choices: Sequence[int], proposals: Sequence[int]) -> np.ndarray:
-        """`accept` with these choices of the target; its record."""
+    def run(self, choices: Sequence[int], proposals: Sequence[int], stale: int = 0) -> np.ndarray:
+        """`accept` with these choices of the target; its record. ``stale``: left behind them."""
         logits = torch.zeros(16, self.vocabulary, device=self.device)
         for row, choice in enumerate(choices):
             logits[row, choice] = 1.0
         self.set({Field.COUNT: len(proposals)})
         self.choices(logits, len(choices))
-        held = torch.zeros(16, dtype=torch.int32, device=self.device)
+        held = torch.full((16,), stale, dtype=torch.int32, device=self.device)
         held[: len(proposals)] = torch.tensor(list(proposals), dtype=torch.int32)
         serial = int(self.ints[Field.SERIAL])
         accept(self.values, self.ids, held, self.ints, self.mailbox, self.schedule, self.ring)
@@ -118,6 +118,14 @@ def test_the_longest_prefix_that_agrees_is_kept(agree: int, device: torch.device
     assert (step[Field.INJECT_BASE], step[Field.INJECT_COUNT]) == (40, agree + 1)
     assert step[Field.LEFT] == 99 - agree
     assert (step[Field.LIMIT], step[Field.SERIAL]) == (7, 7)
+
+
+def test_what_an_earlier_step_proposed_is_not_accepted(device: torch.device) -> None:
+    """Though it equals the target's choice at its place."""
+    step = Step(device)
+    record = step.run([10, 11, 11], [10, 11], stale=11)
+    assert (emitted(record), record[Record.ACCEPTED]) == ([10, 11, 11], 2)
+    assert step[Field.CURSOR] == 3
 
 
 def test_the_first_stop_of_a_block_ends_it(device: torch.device) -> None:
