@@ -45,87 +45,140 @@ class KDASlots:
 
 
 @triton.jit
-def _kda_kernel(
-    projected, conv, a_log, dt_bias, norm, states, inputs, out, squares, start_slot, live_rows,
-    turn, LOWER,
-    S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
+def _rows_kernel(
+    projected, conv, a_log, dt_bias, norm, inputs, rows, start_slot, live_rows, turn, LOWER,
+    S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
-    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    """What does not depend on the state, one program a row and head."""
+    t, head = tl.program_id(0), tl.program_id(1)
     k = tl.arange(0, K)
     WIDTH: tl.constexpr = H * K
-    ROW: tl.constexpr = 5 * WIDTH + H  # q, k, v, f, g, b
-    qc, kc, vc = head * K + k, WIDTH + head * K + k, 2 * WIDTH + head * K + v
+    SIDE: tl.constexpr = (W - 1 + ROWS) * 3 * WIDTH
+    dtype: tl.constexpr = inputs.dtype.element_ty
     tl.static_assert(W == 4)
-    q0, q1 = tl.load(conv + qc * W), tl.load(conv + qc * W + 1)
-    q2, q3 = tl.load(conv + qc * W + 2), tl.load(conv + qc * W + 3)
-    k0, k1 = tl.load(conv + kc * W), tl.load(conv + kc * W + 1)
-    k2, k3 = tl.load(conv + kc * W + 2), tl.load(conv + kc * W + 3)
-    v0, v1 = tl.load(conv + vc * W), tl.load(conv + vc * W + 1)
-    v2, v3 = tl.load(conv + vc * W + 2), tl.load(conv + vc * W + 3)
     rate = tl.exp(tl.load(a_log + head))
     bias = tl.load(dt_bias + head * K + k)
-    scale = tl.load(norm + v).to(tl.float32)
+    scale = tl.load(norm + k).to(tl.float32)
+    # older than the kernel before: the accepted rows of the last step, and its inputs
+    slot, side = tl.load(start_slot), tl.load(turn) % 2
+    old = inputs + side * SIDE + slot * 3 * WIDTH + head * K + k
+    new = inputs + (1 - side) * SIDE + head * K + k
+    qa, qb, qc = _before(old, t, 3 * WIDTH)
+    ka, kb, kc = _before(old + WIDTH, t, 3 * WIDTH)
+    va, vb, vc = _before(old + 2 * WIDTH, t, 3 * WIDTH)
+    w = conv + (head * K + k) * W
+    q0, q1, q2, q3 = tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3)
+    w += WIDTH * W
+    k0, k1, k2, k3 = tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3)
+    w += WIDTH * W
+    v0, v1, v2, v3 = tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3)
     begin(PDL)
-    TILES: tl.constexpr = K // BV
-    slot, count, side = tl.load(start_slot), tl.load(live_rows), tl.load(turn) % 2
-    # the inputs that stand before this step, and where those of this step go
-    SIDE: tl.constexpr = (W - 1 + ROWS) * 3 * WIDTH
-    old = inputs + side * SIDE + slot * 3 * WIDTH
-    new = inputs + (1 - side) * SIDE
-    qa, qb = tl.load(old + qc), tl.load(old + 3 * WIDTH + qc)
-    ka, kb = tl.load(old + kc), tl.load(old + 3 * WIDTH + kc)
-    va, vb = tl.load(old + vc), tl.load(old + 3 * WIDTH + vc)
-    qx, kx, vx = (
-        tl.load(old + 6 * WIDTH + qc), tl.load(old + 6 * WIDTH + kc), tl.load(old + 6 * WIDTH + vc)
-    )  # fmt: skip
-    # a step keeps at least one row: the first of these inputs is never asked for again
-    if tl.program_id(0) == 0:
-        tl.store(new + 3 * WIDTH + qc, qb)
-        tl.store(new + 6 * WIDTH + qc, qx)
-        tl.store(new + 3 * WIDTH + kc, kb)
-        tl.store(new + 6 * WIDTH + kc, kx)
-    tl.store(new + 3 * WIDTH + vc, vb)
-    tl.store(new + 6 * WIDTH + vc, vx)
-    new += (W - 1) * 3 * WIDTH
-    place = head * K * K + v[:, None] * K + k[None, :]
-    state = tl.load(states + slot * (H * K * K) + place)  # [BV, K]
-    # row 0 is on its way while nothing else is left to do; later ones while a row is computed
+    if t == 0:
+        # a step keeps at least one row: the first of these inputs is never asked for again
+        tl.store(new + 3 * WIDTH, qb)
+        tl.store(new + 6 * WIDTH, qc)
+        tl.store(new + 4 * WIDTH, kb)
+        tl.store(new + 7 * WIDTH, kc)
+        tl.store(new + 5 * WIDTH, vb)
+        tl.store(new + 8 * WIDTH, vc)
+    if t >= tl.load(live_rows):
+        return
+    ROW: tl.constexpr = 5 * WIDTH + H  # q, k, v, f, g, b
     PART: tl.constexpr = ROWS * ROW
-    dtype: tl.constexpr = inputs.dtype.element_ty
-    fc, bc = 3 * WIDTH + head * K + k, 5 * WIDTH + head
-    zc = 4 * WIDTH + head * K + v
-    qn, kn = _whole(projected + qc, S, PART, dtype), _whole(projected + kc, S, PART, dtype)
-    vn, fn = _whole(projected + vc, S, PART, dtype), _whole(projected + fc, S, PART, dtype)
-    bn, zn = _whole(projected + bc, S, PART, dtype), _whole(projected + zc, S, PART, dtype)
+    here = projected + head * K + k
+    q_raw, query = _convolved(here, t, qa, qb, qc, q0, q1, q2, q3, S, ROW, PART, dtype)
+    here += WIDTH
+    k_raw, key = _convolved(here, t, ka, kb, kc, k0, k1, k2, k3, S, ROW, PART, dtype)
+    here += WIDTH
+    v_raw, value = _convolved(here, t, va, vb, vc, v0, v1, v2, v3, S, ROW, PART, dtype)
+    f = _whole(here + t * ROW + WIDTH, S, PART, dtype).to(tl.float32)
+    z = _whole(here + t * ROW + 2 * WIDTH, S, PART, dtype).to(tl.float32)
+    b = _whole(projected + t * ROW + 5 * WIDTH + head, S, PART, dtype).to(tl.float32)
+    new += (W - 1 + t) * 3 * WIDTH
+    tl.store(new, q_raw)
+    tl.store(new + WIDTH, k_raw)
+    tl.store(new + 2 * WIDTH, v_raw)
+    out = rows + (t * H + head) * (6 * K)
+    tl.store(out + k, query * tl.rsqrt(tl.sum(query * query) + 1e-6) * (1.0 / tl.sqrt(float(K))))
+    tl.store(out + K + k, key * tl.rsqrt(tl.sum(key * key) + 1e-6))
+    tl.store(out + 2 * K + k, tl.exp(LOWER * tl.sigmoid(rate * (f + bias))))
+    tl.store(out + 3 * K + k, value)
+    tl.store(out + 4 * K + k, scale * tl.sigmoid(z))
+    tl.store(out + 5 * K, tl.sigmoid(b))
+
+
+@triton.jit
+def _before(old, t, STEP: tl.constexpr):
+    """The three inputs before row t, as far as they stand before the step; else any."""
+    first, second = (
+        tl.load(old + tl.minimum(t, 2) * STEP),
+        tl.load(old + tl.minimum(t + 1, 2) * STEP),
+    )
+    return first, second, tl.load(old + 2 * STEP)
+
+
+@triton.jit
+def _convolved(
+    here, t, a, b, c, w0, w1, w2, w3,
+    S: tl.constexpr, ROW: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Input of row t, and four taps and SiLU rounded like the activations."""
+    a = tl.where(t >= 3, _whole(here + tl.maximum(t - 3, 0) * ROW, S, PART, dtype), a)
+    b = tl.where(t >= 2, _whole(here + tl.maximum(t - 2, 0) * ROW, S, PART, dtype), b)
+    c = tl.where(t >= 1, _whole(here + tl.maximum(t - 1, 0) * ROW, S, PART, dtype), c)
+    d = _whole(here + t * ROW, S, PART, dtype)
+    total = a.to(tl.float32) * w0.to(tl.float32) + b.to(tl.float32) * w1.to(tl.float32)
+    total = total + c.to(tl.float32) * w2.to(tl.float32) + d.to(tl.float32) * w3.to(tl.float32)
+    return d, (total * tl.sigmoid(total)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _states_kernel(
+    rows, states, out, squares, start_slot, live_rows,
+    H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The recurrence, some value channels of a head a program."""
+    head = tl.program_id(1)
+    v = tl.program_id(0) * BV + tl.arange(0, BV)
+    k = tl.arange(0, K)[None, :]
+    TILES: tl.constexpr = K // BV
+    STEP: tl.constexpr = H * 6 * K
+    # older than the kernel before, which has waited for them
+    slot, count = tl.load(start_slot), tl.load(live_rows)
+    place = head * K * K + v[:, None] * K + k
+    state = tl.load(states + slot * (H * K * K) + place)  # [BV, K]
+    begin(PDL)
+    # the next rows are on their way while one is computed
+    row = rows + head * (6 * K)
+    q1, k1, d1, v1, g1, b1 = _row(row, k, v, K)
+    q2, k2, d2, v2, g2, b2 = _row(row + STEP, k, v, K)
     for t in range(count):
-        q_raw, k_raw, v_raw, f, b, z = qn, kn, vn, fn, bn, zn
-        row = projected + tl.minimum(t + 1, ROWS - 1) * ROW
-        qn, kn = _whole(row + qc, S, PART, dtype), _whole(row + kc, S, PART, dtype)
-        vn, fn = _whole(row + vc, S, PART, dtype), _whole(row + fc, S, PART, dtype)
-        bn, zn = _whole(row + bc, S, PART, dtype), _whole(row + zc, S, PART, dtype)
-        here = new + t * 3 * WIDTH
-        if tl.program_id(0) == 0:
-            tl.store(here + qc, q_raw)
-            tl.store(here + kc, k_raw)
-        tl.store(here + vc, v_raw)
-        query = _taps(qa, qb, qx, q_raw, q0, q1, q2, q3, dtype)
-        key = _taps(ka, kb, kx, k_raw, k0, k1, k2, k3, dtype)
-        value = _taps(va, vb, vx, v_raw, v0, v1, v2, v3, dtype)
-        qa, qb, qx, ka, kb, kx, va, vb, vx = qb, qx, q_raw, kb, kx, k_raw, vb, vx, v_raw
-        query = query * tl.rsqrt(tl.sum(query * query) + 1e-6) * (1.0 / tl.sqrt(float(K)))
-        key = key * tl.rsqrt(tl.sum(key * key) + 1e-6)
-        left = tl.exp(LOWER * tl.sigmoid(rate * (f.to(tl.float32) + bias)))
-        beta = tl.sigmoid(b.to(tl.float32))
-        state = state * left[None, :]
-        error = value - tl.sum(state * key[None, :], 1)
-        state = state + (beta * error)[:, None] * key[None, :]
-        read = tl.sum(state * query[None, :], 1)
-        gated = read * scale * tl.sigmoid(z.to(tl.float32))
-        tl.store(out + t * WIDTH + head * K + v, gated)
+        query, key, left, value, gate, beta = q1, k1, d1, v1, g1, b1
+        q1, k1, d1, v1, g1, b1 = q2, k2, d2, v2, g2, b2
+        q2, k2, d2, v2, g2, b2 = _row(row + tl.minimum(t + 2, ROWS - 1) * STEP, k, v, K)
+        state = state * left
+        error = value - tl.sum(state * key, 1)
+        state = state + (beta * error)[:, None] * key
+        read = tl.sum(state * query, 1)
+        tl.store(out + (t * H + head) * K + v, read * gate)
         tl.store(squares + (t * H + head) * TILES + tl.program_id(0), tl.sum(read * read))
         tl.store(states + (t + 1) * (H * K * K) + place, state)
+
+
+@triton.jit
+def _row(row, k, v, K: tl.constexpr):
+    """Query, key and decay [1, K], value and gate [BV], and beta."""
+    query, key, left = tl.load(row + k), tl.load(row + K + k), tl.load(row + 2 * K + k)
+    return (
+        query,
+        key,
+        left,
+        tl.load(row + 3 * K + v),
+        tl.load(row + 4 * K + v),
+        tl.load(row + 5 * K),
+    )
 
 
 @triton.jit
@@ -137,14 +190,6 @@ def _whole(part, S: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr):
     return total.to(dtype)
 
 
-@triton.jit
-def _taps(a, b, c, d, w0, w1, w2, w3, dtype: tl.constexpr):
-    """Four taps and SiLU, rounded like the activations."""
-    total = a.to(tl.float32) * w0.to(tl.float32) + b.to(tl.float32) * w1.to(tl.float32)
-    total = total + c.to(tl.float32) * w2.to(tl.float32) + d.to(tl.float32) * w3.to(tl.float32)
-    return (total * tl.sigmoid(total)).to(dtype).to(tl.float32)
-
-
 def kda_verify(
     projected: Tensor,  # [S, R, 5 H K + H]: partial sums of q, k, v, f, g, b of every row
     conv: Tensor,  # [3 H K, W], of q, k and v
@@ -154,13 +199,14 @@ def kda_verify(
     slots: KDASlots,
     out: Tensor,  # [R, H K] float32
     squares: Tensor,  # [R, H, K / block_v] float32
+    rows: Tensor,  # [R, H, 6, K] float32, scratch
     *,
     start_slot: Tensor,  # [1] int32, accepted rows of the last step: the slot to start from
     live_rows: Tensor,  # [1] int32, T
     turn: Tensor,  # [1] int32, number of the step: which side of the inputs is the old one
     lower_bound: float,
-    block_v: int = 8,
-    warps: int = 4,
+    block_v: int = 4,
+    warps: int = 1,
     pdl: bool | None = None,
 ) -> None:
     """`target.kda.recurrence` behind `short_convolution`, with ``slots`` moved on by T rows.
@@ -183,10 +229,14 @@ def kda_verify(
         norm=(norm, (size,)),
         out=(out, (ROWS, width)),
         squares=(squares, (ROWS, heads, size // block_v)),
+        rows=(rows, (ROWS, heads, 6, size)),
     )
-    _kda_kernel[(size // block_v, heads)](
-        projected, conv, a_log, dt_bias, norm, slots.states, slots.inputs, out, squares,
-        start_slot, live_rows, turn, lower_bound,
-        S=len(projected), H=heads, K=size, BV=block_v, W=4, ROWS=ROWS, num_warps=warps,
-        **flags(projected, pdl),
+    options = flags(projected, pdl)
+    _rows_kernel[(ROWS, heads)](
+        projected, conv, a_log, dt_bias, norm, slots.inputs, rows, start_slot, live_rows, turn,
+        lower_bound, S=len(projected), H=heads, K=size, W=4, ROWS=ROWS, num_warps=4, **options,
+    )  # fmt: skip
+    _states_kernel[(size // block_v, heads)](
+        rows, slots.states, out, squares, start_slot, live_rows,
+        H=heads, K=size, BV=block_v, ROWS=ROWS, num_warps=warps, **options,
     )  # fmt: skip

@@ -72,10 +72,10 @@ def _join_kernel(
         if row < rows - 1:
             token = tl.load(proposals + row)
         embedded = tl.load(table + token.to(tl.int64) * D + d, mask=live, other=0.0)
-        norm_row(embedded, embedded_weight, here, d, live, D, EPS)
+        norm_row(embedded, tl.load(embedded_weight + d, mask=live, other=0.0), here, live, D, EPS)
     else:
         state = tl.load(hidden + row * D + d, mask=live, other=0.0)
-        norm_row(state, hidden_weight, here + D, d, live, D, EPS)
+        norm_row(state, tl.load(hidden_weight + d, mask=live, other=0.0), here + D, live, D, EPS)
 
 
 @triton.jit
@@ -126,9 +126,11 @@ def _take_kernel(
     if more:
         live = d < D
         embedded = tl.load(table + token.to(tl.int64) * D + d, mask=live, other=0.0)
-        norm_row(embedded, embedded_weight, out + d, d, live, D, EPS)
+        norm_row(
+            embedded, tl.load(embedded_weight + d, mask=live, other=0.0), out + d, live, D, EPS
+        )
         state = tl.load(hidden + (rows - 1) * D + d, mask=live, other=0.0)
-        norm_row(state, hidden_weight, out + D + d, d, live, D, EPS)
+        norm_row(state, tl.load(hidden_weight + d, mask=live, other=0.0), out + D + d, live, D, EPS)
 
 
 def join_norms(

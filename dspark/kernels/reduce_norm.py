@@ -55,27 +55,25 @@ def combine_norm_reference(
 
 @triton.jit
 def _finish(
-    total, residual, weight, out, tap, row, tap_row, d, live,
+    total, old, scale, residual, out, tap, row, tap_row, d, live,
     D: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
 ):  # fmt: skip
     """Row of parts -> residual, norm and tap; the roundings are those of the reference."""
     dtype = residual.dtype.element_ty
     place = row * D + d
-    old = tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
-    new = (old + total.to(dtype).to(tl.float32)).to(dtype)
+    new = (old.to(tl.float32) + total.to(dtype).to(tl.float32)).to(dtype)
+    norm_row(new, scale, out + place, live, D, EPS)
     tl.store(residual + place, new, mask=live)
     if TAP:
         tl.store(tap + row * tap_row + d, new, mask=live)
-    norm_row(new, weight, out + place, d, live, D, EPS)
 
 
 @triton.jit
-def norm_row(new, weight, out, d, live, D: tl.constexpr, EPS: tl.constexpr):
+def norm_row(new, scale, out, live, D: tl.constexpr, EPS: tl.constexpr):
     """RMSNorm of one row, rounded before the weight as the modules do."""
     wide = new.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide) / D + EPS)).to(new.dtype)
-    scale = tl.load(weight + d, mask=live, other=0.0).to(tl.float32)
-    tl.store(out, (normed.to(tl.float32) * scale).to(new.dtype), mask=live)
+    tl.store(out, (normed.to(tl.float32) * scale.to(tl.float32)).to(new.dtype), mask=live)
 
 
 @triton.jit
@@ -88,11 +86,14 @@ def _reduce_norm_kernel(
     live = d < D
     row = tl.program_id(0)
     place = row * D + d
+    # older than the kernel before, which has waited for it
+    old = tl.load(residual + place, mask=live, other=0.0)
+    scale = tl.load(weight + d, mask=live, other=0.0)
     begin(PDL)
     total = tl.zeros([BD], tl.float32)
     for part in tl.static_range(S):
         total += tl.load(parts + part * ROWS * D + place, mask=live, other=0.0).to(tl.float32)
-    _finish(total, residual, weight, out, tap, row, tap_row, d, live, D, EPS, TAP)
+    _finish(total, old, scale, residual, out, tap, row, tap_row, d, live, D, EPS, TAP)
 
 
 @triton.jit
@@ -104,18 +105,21 @@ def _combine_norm_kernel(
     d = tl.arange(0, BD)
     live = d < D
     row = tl.program_id(0)
+    # older than the kernel before, which has waited for it
+    old = tl.load(residual + row * D + d, mask=live, other=0.0)
+    scale = tl.load(weight + d, mask=live, other=0.0)
     begin(PDL)
     total = tl.zeros([BD], tl.float32)
     for slot in tl.static_range(X):
         factor = tl.load(factors + row * X + slot)
         part = tl.load(each + (row * X + slot) * D + d, mask=live, other=0.0).to(tl.float32)
         total += factor * part
-    _finish(total, residual, weight, out, tap, row, tap_row, d, live, D, EPS, TAP)
+    _finish(total, old, scale, residual, out, tap, row, tap_row, d, live, D, EPS, TAP)
 
 
 def reduce_norm(
     parts: Tensor,  # [S, R, D] float32 or the residual's dtype
-    residual: Tensor,  # [R, D], updated in place
+    residual: Tensor,  # [R, D], updated in place; not written by the kernel right before this one
     weight: Tensor,  # [D]
     out: Tensor,  # [R, D]
     *,
@@ -145,7 +149,7 @@ def reduce_norm(
 def combine_norm(
     each: Tensor,  # [R, X, D] float32 or the residual's dtype
     factors: Tensor,  # [R, X] float32
-    residual: Tensor,  # [R, D], updated in place
+    residual: Tensor,  # [R, D], updated in place; not written by the kernel right before this one
     weight: Tensor,  # [D]
     out: Tensor,  # [R, D]
     *,
@@ -183,6 +187,7 @@ def _parts_norm_kernel(
     d = tl.arange(0, BD)
     live = d < D
     row = tl.program_id(0)
+    scale = tl.load(weight + d, mask=live, other=0.0)
     begin(PDL)
     total = tl.zeros([BD], tl.float32)
     for part in tl.static_range(S):
@@ -191,7 +196,7 @@ def _parts_norm_kernel(
     new = total.to(out.dtype.element_ty)
     if KEEP:
         tl.store(residual + row * D + d, new, mask=live)
-    norm_row(new, weight, out + row * D + d, d, live, D, EPS)
+    norm_row(new, scale, out + row * D + d, live, D, EPS)
 
 
 @triton.jit
@@ -203,6 +208,7 @@ def _embed_norm_kernel(
     d = tl.arange(0, BD)
     live = d < D
     row = tl.program_id(0)
+    scale = tl.load(weight + d, mask=live, other=0.0)
     begin(PDL)
     token = tl.load(first)
     if FILL >= 0:
@@ -216,7 +222,7 @@ def _embed_norm_kernel(
         token = tl.where((row == 0) | (row >= rows), token, other)
     new = tl.load(table + token.to(tl.int64) * D + d, mask=live, other=0.0)
     tl.store(residual + row * D + d, new, mask=live)
-    norm_row(new, weight, out + row * D + d, d, live, D, EPS)
+    norm_row(new, scale, out + row * D + d, live, D, EPS)
 
 
 def parts_norm(

@@ -154,8 +154,9 @@ def test_a_few_steps_are_those_of_the_reference(device: torch.device) -> None:
     ids = prompt(0, 20)
     expected = decode(target, None, ids, params).token_ids
     step = small(target, 2)
-    found, steps = [step.begin(ids, params)], []
-    for _ in range(2):
+    found = [step.begin(ids, params)]
+    steps: list[tuple[int, int, Done]] = []
+    while not steps or steps[-1][2] == Done.NO:
         serial = step.launch()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -164,7 +165,9 @@ def test_a_few_steps_are_those_of_the_reference(device: torch.device) -> None:
         found += record.token_ids
         steps.append((record.num_proposed, record.num_accepted, record.done))
     assert found == expected
-    assert steps == [(2, 1, Done.NO), (2, 2, Done.LENGTH)]
+    assert steps[-1][2] == Done.LENGTH
+    if device.type == "cpu":  # elsewhere other random numbers are accepted
+        assert steps == [(2, 1, Done.NO), (2, 2, Done.LENGTH)]
 
 
 @pytest.mark.gpu

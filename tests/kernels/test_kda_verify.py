@@ -41,9 +41,11 @@ class Kernel:
         parts = gemm16_reference(x, self.weight, splits)
         tiles = self.layer.size // block_v
         self.squares = torch.full((16, self.layer.heads, tiles), torch.nan, device=x.device)
+        rows = torch.full((16, self.layer.heads, 6, self.layer.size), torch.nan, device=x.device)
         kda_verify(
             parts, self.conv, self.layer.A_log, self.layer.dt_bias,
-            self.layer.o_norm.weight, self.slots, out, self.squares, start_slot=self.start,
+            self.layer.o_norm.weight, self.slots, out, self.squares, rows,
+            start_slot=self.start,
             live_rows=torch.tensor([live], dtype=torch.int32, device=x.device),
             turn=self.turn, lower_bound=CONFIG.kda_lower_bound, block_v=block_v,
         )  # fmt: skip

@@ -88,7 +88,10 @@ class DraftBody:
                 draft_combine(total, peaks, masses, mixed, slots=slots)
             out = product(arena, "draft layers", "mixed", mixed, layer.out)
             if arena.on("draft layers"):
-                reduce_norm(out, arena.residual, layer.ffn_norm, arena.normed, eps=weights.eps)
+                reduce_norm(
+                    out, arena.residual, layer.ffn_norm, arena.normed, eps=weights.eps,
+                    warps=arena.tuning.norm_warps,
+                )  # fmt: skip
             parts = product(arena, "draft layers", "gate up", arena.normed, layer.gate_up)
             inner = arena.scratch("draft inner", (ROWS, layer.down.shape[1]), arena.dtype)
             if arena.on("draft layers"):
@@ -97,7 +100,10 @@ class DraftBody:
             last = index + 1 == len(weights.layers)
             after = weights.norm if last else weights.layers[index + 1].norm
             if arena.on("draft layers"):
-                reduce_norm(out, arena.residual, after, arena.normed, eps=weights.eps)
+                reduce_norm(
+                    out, arena.residual, after, arena.normed, eps=weights.eps,
+                    warps=arena.tuning.norm_warps,
+                )  # fmt: skip
 
     def propose(self) -> None:
         """Tokens for the slots, one after the other, and how many."""

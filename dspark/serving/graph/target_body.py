@@ -143,12 +143,14 @@ class TargetBody:
         block_v = min(tuning.kda_block_v, mixer.size)
         core = arena.parts("core", 1, width)[0]
         squares = arena.scratch("squares", (ROWS, mixer.heads, mixer.size // block_v))
+        rows = arena.scratch("kda rows", (ROWS, mixer.heads, 6, mixer.size))
         if self.on("KDA"):
             kda_verify(
                 into, mixer.conv, mixer.a_log, mixer.dt_bias, mixer.norm, self.caches.kda[index],
-                core, squares, start_slot=arena.of(Field.START_SLOT), live_rows=self.live_rows,
-                turn=arena.of(Field.TURN), lower_bound=self.weights.config.kda_lower_bound,
-                block_v=block_v, warps=tuning.kda_warps,
+                core, squares, rows, start_slot=arena.of(Field.START_SLOT),
+                live_rows=self.live_rows, turn=arena.of(Field.TURN),
+                lower_bound=self.weights.config.kda_lower_bound, block_v=block_v,
+                warps=tuning.kda_warps,
             )  # fmt: skip
         parts = tuning.out_parts if mixer.heads % tuning.out_parts == 0 else 1
         out = arena.parts("mixed", parts, len(mixer.out))
@@ -207,7 +209,10 @@ class TargetBody:
             swiglu16(parts, inner)
         out = self._product("dense FFN", "fed", inner, ffn.down)
         if self.on("norms"):
-            reduce_norm(out, arena.residual, after, arena.normed, eps=self.eps, tap=tap)
+            reduce_norm(
+                out, arena.residual, after, arena.normed, eps=self.eps, tap=tap,
+                warps=arena.tuning.norm_warps,
+            )  # fmt: skip
 
     def experts(self, ffn: ExpertFFN, after: Tensor, tap: Tensor | None) -> None:
         """Routed and shared experts, residual, and the norm ``after`` them."""

@@ -14,8 +14,8 @@ class Tuning:
 
     norm_warps: int = 32
     combine_warps: int = 32
-    kda_block_v: int = 8
-    kda_warps: int = 4
+    kda_block_v: int = 4
+    kda_warps: int = 1
     out_block_n: int = 128
     out_parts: int = 8
     out_warps: int = 4
