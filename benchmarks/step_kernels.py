@@ -4,7 +4,7 @@
 
 Weights are RANDOM and so is what is routed; only times are measured. A graph holds one call a
 layer, every layer with weights of its own, more than the caches hold. Peers: cuBLAS for products,
-FLA for KDA where it is installed. Needs a GPU.
+FLA for KDA and FlashInfer for MLA where they are installed. Needs a GPU.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from peers import fla_kda, flashinfer_mla
 from torch import Tensor
 
 from dspark import provenance
@@ -21,16 +22,18 @@ from dspark.kernels.experts import experts_down, experts_up
 from dspark.kernels.gemm16 import gemm16
 from dspark.kernels.kda_verify import KDASlots, kda_verify
 from dspark.kernels.launch import ROWS
+from dspark.kernels.mla_verify import mla_attend, mla_combine, mla_prepare
 from dspark.kernels.read_stream import read_bandwidth
 from dspark.kernels.reduce_norm import combine_norm, reduce_norm
 from dspark.kernels.router import route
 from dspark.kernels.tiles import Tile, tile_for
+from dspark.serving.graph.tuning import Tuning
 from dspark.target.config import LingConfig
 
 _COLD = 400 << 20
 """Bytes of weights that a graph runs through: several times the L2 cache."""
 _REPEATS = 50
-_KDA_BLOCK = 8
+_TUNING = Tuning()
 _SHAPES = ((5128, 2560), (3072, 2560), (2560, 1024), (512, 2560), (39296, 2560))
 """(outputs, inputs) of one rank of four of Ling-3.0-flash."""
 
@@ -85,20 +88,63 @@ class Bench:
         projected = [torch.randn(2, ROWS, 5 * width + heads, device="cuda") for _ in range(layers)]
         conv, a_log = draw(3 * width, 4), torch.rand(heads, device="cuda")
         bias, out = torch.randn(width, device="cuda") - 2, torch.empty(ROWS, width, device="cuda")
-        norm, squares = draw(size), torch.empty(ROWS, heads, size // _KDA_BLOCK, device="cuda")
+        block = _TUNING.kda_block_v
+        norm, squares = draw(size), torch.empty(ROWS, heads, size // block, device="cuda")
+        rows = torch.empty(ROWS, heads, 6, size, device="cuda")
         start, live, turn = (number(value) for value in (3, self.tokens, 0))
         us = timed(
             [
                 lambda i=i: kda_verify(
-                    projected[i], conv, a_log, bias, norm, slots[i], out, squares, start_slot=start,
-                    live_rows=live, turn=turn, lower_bound=config.kda_lower_bound,
-                    block_v=_KDA_BLOCK, warps=4,
+                    projected[i], conv, a_log, bias, norm, slots[i], out, squares, rows,
+                    start_slot=start, live_rows=live, turn=turn,
+                    lower_bound=config.kda_lower_bound, block_v=block, warps=_TUNING.kda_warps,
                 )
                 for i in range(layers)
             ]
         )  # fmt: skip
         state = 4 * heads * size * size * (1 + self.tokens) / 1e6
-        self.add("kda_verify", us, state, fla(heads, size, self.tokens, layers))
+        peer = fla_kda(heads, size, self.tokens, layers)
+        self.add("kda_verify", us, state, peer and timed(peer))
+
+    def mla(self, context: int) -> None:
+        config, layers, tuning = self.config, 14, _TUNING
+        heads, rank = config.num_attention_heads // self.ranks, config.kv_lora_rank
+        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        capacity = -(-(context + ROWS) // 64) * 64
+        latents = [draw(capacity, rank + rope) for _ in range(layers)]
+        queries = torch.randn(4, ROWS, heads * (nope + rope), device="cuda")
+        latent = torch.randn(4, ROWS, rank + rope, device="cuda")
+        norm, kv_b = draw(rank), draw(heads * (nope + value), rank)
+        inverse, query = torch.rand(rope // 2, device="cuda"), draw(ROWS, heads, rank + rope)
+        lanes = tuning.mla_lanes
+        total = torch.empty(lanes, ROWS, heads, rank, device="cuda")
+        peaks, masses = (torch.empty(lanes, ROWS, heads, device="cuda") for _ in range(2))
+        gates, mixed = torch.randn(4, ROWS, heads, device="cuda"), draw(ROWS, heads * value)
+        cursor, live = number(context), number(self.tokens)
+        scale = (nope + rope) ** -0.5
+
+        def attend(i: int) -> None:
+            mla_attend(
+                query, latents[i], total, peaks, masses, cursor=cursor, live_rows=live,
+                scale=scale, block=tuning.mla_block, stages=tuning.mla_stages,
+                heads_per_tile=tuning.mla_heads, warps=tuning.mla_warps,
+            )  # fmt: skip
+
+        def whole(i: int) -> None:
+            mla_prepare(
+                queries, latent, norm, kv_b, inverse, latents[i], query, cursor=cursor,
+                live_rows=live, eps=1e-6,
+            )  # fmt: skip
+            attend(i)
+            mla_combine(
+                total, peaks, masses, kv_b, gates, mixed, live_rows=live,
+                lane_block=tuning.mla_lane_block, block=tuning.mla_value_block,
+            )  # fmt: skip
+
+        megabytes = 2 * (context + self.tokens) * (rank + rope) / 1e6
+        us = timed([lambda i=i: whole(i) for i in range(layers)])
+        calls = flashinfer_mla(latents, heads, rank, self.tokens, context, scale)
+        self.add(f"MLA verify, {context} positions", us, megabytes, calls and timed(calls))
 
     def norms(self) -> None:
         hidden, chosen = self.config.hidden_size, self.config.num_experts_per_tok
@@ -179,27 +225,6 @@ def chosen_experts(config: LingConfig, tokens: int, distinct: int) -> Tensor:
     return ids
 
 
-def fla(heads: int, size: int, tokens: int, layers: int) -> float | None:
-    """Microseconds of FLA's recurrent KDA on projections that are ready; None without it."""
-    try:
-        from fla.ops.kda import fused_recurrent_kda
-    except ImportError:
-        return None
-    rows = [draw(1, tokens, heads, size) for _ in range(layers)]
-    decays = [-torch.rand(1, tokens, heads, size, device="cuda") for _ in range(layers)]
-    beta = torch.rand(1, tokens, heads, device="cuda").bfloat16()
-    states = [torch.zeros(1, heads, size, size, device="cuda") for _ in range(layers)]
-    return timed(
-        [
-            lambda i=i: fused_recurrent_kda(
-                rows[i], rows[i], rows[i], decays[i], beta, initial_state=states[i],
-                output_final_state=True, use_qk_l2norm_in_kernel=True,
-            )
-            for i in range(layers)
-        ]
-    )  # fmt: skip
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -207,12 +232,15 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=default)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=9)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192])
     parser.add_argument("--experts", type=int, nargs="+", default=[44, 68])
     args = parser.parse_args()
     bench = Bench(LingConfig.from_file(args.config), args.ranks, args.tokens)
     bandwidth = read_bandwidth(torch.device("cuda"))
     bench.products()
     bench.kda()
+    for context in args.contexts:
+        bench.mla(context)
     bench.norms()
     for distinct in args.experts:
         bench.experts(distinct)
