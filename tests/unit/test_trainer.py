@@ -18,7 +18,7 @@ from dspark.corpus.dataset import Row
 from dspark.errors import CheckpointError, ConfigError, DataError, MissingPackageError, RunError
 from dspark.export.load import load_draft
 from dspark.testing import save_tiny_target, tiny_target, tiny_tokenizer
-from dspark.training import build, trainer
+from dspark.training import build, program, trainer
 from dspark.training.window import Split, Windows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def settings(place: Path, out: Path, *overrides: str) -> list[str]:
 
 
 def run(place: Path, out: Path, *overrides: str) -> trainer.TrainReport:
-    return trainer.run(config_io.load(None, settings(place, out, *overrides)))
+    return program.run(config_io.load(None, settings(place, out, *overrides)))
 
 
 def lines(out: Path) -> list[dict[str, float]]:
@@ -458,7 +458,7 @@ def test_a_users_mistake_is_one_sentence_and_code_2(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        trainer.main([*settings(place, tmp_path / "out", "train.steps=1"), override])
+        program.main([*settings(place, tmp_path / "out", "train.steps=1"), override])
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert message in error
@@ -468,7 +468,7 @@ def test_a_users_mistake_is_one_sentence_and_code_2(
 def test_the_last_line_of_stdout_is_json(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer.main(["--json", *settings(place, tmp_path / "out"), "--train.steps", "1"])
+    program.main(["--json", *settings(place, tmp_path / "out"), "--train.steps", "1"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["status"] == "finished"
     assert report["step"] == 1
@@ -486,7 +486,7 @@ def test_a_signal_saves_and_exits_with_75(
 
     monkeypatch.setattr(trainer.Trainer, "_optimize", interrupted)
     with pytest.raises(SystemExit) as exit_:
-        trainer.main(settings(place, tmp_path / "out", "train.steps=6"))
+        program.main(settings(place, tmp_path / "out", "train.steps=6"))
     assert exit_.value.code == 75
     assert (tmp_path / "out" / "latest").resolve().name == "checkpoint-3"
 
