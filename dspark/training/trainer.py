@@ -35,7 +35,7 @@ from dspark.training.journal import Journal
 from dspark.training.monitor import Monitor
 from dspark.training.objective import Objective
 from dspark.training.optim import Schedule, build_optimizer, plan_steps, ramp_at, set_learning_rate
-from dspark.training.rows import check_features, check_fit, identity, open_rows
+from dspark.training.rows import check_features, check_fit, facts, identity, open_rows
 from dspark.training.signals import StopRequest
 from dspark.training.window import Pass, Split, Window, Windows
 
@@ -161,6 +161,7 @@ class Trainer:
             pin=accelerator.device.type == "cuda",
         )
         self.monitor = Monitor(self.draft.block_size, accelerator)
+        self._data = facts(rows)
         self.unusable = Unusable(len(rows), self.target.dtype)
         self._usable: list[tuple[tuple[str, ...], Tensor]] = []
         self.step = 0
@@ -386,6 +387,7 @@ class Trainer:
             moments=checkpoint.optimizer_by_name(self.optimizer.optimizer, self._names),
             config=self.config,
             probe=probe,
+            data=self._data,
         )
         if self.best is not None:
             checkpoint.link(self.output_dir, "best", self.best.step)

@@ -474,6 +474,18 @@ def test_the_last_line_of_stdout_is_json(
     assert report["step"] == 1
 
 
+def test_a_checkpoint_tells_its_data(place: Path, tmp_path: Path) -> None:
+    rows = [
+        {"id": name, "input_ids": [97, 98] * 6, "loss_mask": [1] * 12, "thinking": name != "a"}
+        for name in "abc"
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    given = f"data.responses=[{tmp_path / 'rows.jsonl'}]"
+    run(place, tmp_path / "out", given, "train.steps=1")
+    told = json.loads((tmp_path / "out" / "latest" / "provenance.json").read_text())
+    assert told["data"] == {"rows": 3, "thinking": {"off": 1, "on": 2}}
+
+
 def test_a_signal_saves_and_exits_with_75(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
