@@ -115,7 +115,13 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [2, 5, 7, 12], ids=["mid-pass", "end of pass", "mid-window", "log"]
+    "step",
+    [
+        pytest.param(2, id="mid-pass", marks=pytest.mark.slow),
+        pytest.param(5, id="end of pass", marks=pytest.mark.slow),
+        pytest.param(7, id="mid-window"),
+        pytest.param(12, id="log", marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_run_continues_to_the_bit(
     place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
@@ -129,6 +135,7 @@ def test_a_stopped_run_continues_to_the_bit(
     assert_equal_to_the_bit(out, whole)
 
 
+@pytest.mark.slow
 def test_what_a_killed_save_left_is_ignored(
     place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +178,7 @@ def test_going_back_behind_a_newer_checkpoint_is_refused(
         program.run(config)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_elsewhere_continues_here(
     place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

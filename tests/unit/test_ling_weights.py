@@ -397,6 +397,7 @@ print(held, figure("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_one_rank_needs_its_own_bytes_and_a_shard(tmp_path: Path) -> None:
     shard = 24_000_000
     keys = {"num_experts": 128, "hidden_size": 256, "moe_intermediate_size": 128, "n_group": 4}
