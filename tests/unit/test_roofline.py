@@ -39,9 +39,7 @@ def test_the_released_model_reads_what_its_table_says() -> None:
 
 
 @pytest.mark.parametrize("routing", ["independent", "experts:44", "overlap:0.5"])
-@pytest.mark.parametrize(
-    "tokens", [pytest.param(1, marks=pytest.mark.slow), 9, pytest.param(16, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("tokens", [1, 9, 16])
 def test_the_targets_part_is_that_of_inspect(routing: str, tokens: int) -> None:
     report = floor(block_size=0, routing=routing, tokens=tokens)
     assert "draft layers" not in report["components"]  # type: ignore[operator]
