@@ -101,7 +101,9 @@ def test_a_wrong_setting_is_named(override: str, words: list[str]) -> None:
         ("train: {lr: '1e-4'}\n", ["train.lr", "number", "'1e-4'"]),
         ("train: &x [*x]\n", ["c.yaml", "inside itself"]),
         ("train: &x {steps: *x}\n", ["c.yaml", "inside itself"]),
-        ("train: " + "[" * 2000, ["c.yaml", "nested too deeply"]),
+        pytest.param(
+            "train: " + "[" * 5000, ["c.yaml", "nested too deeply"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -147,7 +147,9 @@ def test_sampled_output_follows_the_targets_distribution(target: Target) -> None
     assert chi_square < 24.3  # 7 degrees of freedom, p = 0.001
 
 
-@pytest.mark.parametrize("right", [0, 2, 4])
+@pytest.mark.parametrize(
+    "right", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_a_stop_id_ends_the_output_inside_a_block(
     monkeypatch: pytest.MonkeyPatch, target: Target, right: int
 ) -> None:
@@ -176,7 +178,10 @@ def test_the_targets_own_end_id_stops_unless_told_otherwise(
     assert decode(target, None, PROMPT, DecodeParams(20, ignore_eos=True)).token_ids == plain
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow), 7],
+)
 @pytest.mark.parametrize("right", [0, 4])
 def test_output_lengths_are_exact(
     monkeypatch: pytest.MonkeyPatch, target: Target, count: int, right: int

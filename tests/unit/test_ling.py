@@ -51,7 +51,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize(
     "length",
     [
-        3,
+        pytest.param(3, marks=pytest.mark.slow),
         pytest.param(63, marks=pytest.mark.slow),
         pytest.param(64, marks=pytest.mark.slow),
         65,
@@ -162,7 +162,7 @@ def test_gradients_are_those_of_the_recurrence(
     assert_close_gradients(pairs, whole=2e-5, each=5e-5)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param("flash", marks=pytest.mark.slow), "tiny"])
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
@@ -219,7 +219,7 @@ class Scripted:
 
 @pytest.mark.parametrize("variant", [pytest.param("flash", marks=pytest.mark.slow), "tiny"])
 @pytest.mark.parametrize(
-    "wrong_at", [*(pytest.param(at, marks=pytest.mark.slow) for at in range(6)), 6, None]
+    "wrong_at", [*(pytest.param(at, marks=pytest.mark.slow) for at in (*range(6), None)), 6]
 )
 def test_a_rejection_at_any_slot_leaves_no_trace(variant: str, wrong_at: int | None) -> None:
     target, prompt = tiny_ling(variant), ids(20).tolist()
@@ -258,6 +258,7 @@ def test_a_draft_changes_nothing(variant: str, sampling: SamplingParams) -> None
     assert stats.rounds > 0
 
 
+@pytest.mark.slow
 def test_the_context_limit_and_a_stop_end_as_a_fresh_prefill_would() -> None:
     target = tiny_ling()
     prompt = ids(500).tolist()

@@ -92,6 +92,7 @@ def test_a_rows_logits_do_not_depend_on_the_width(dtype: torch.dtype) -> None:
     assert report.compared > 40
 
 
+@pytest.mark.slow
 def test_rows_that_depend_on_the_width_are_seen(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

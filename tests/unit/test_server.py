@@ -554,6 +554,7 @@ def test_an_error_in_a_step_is_a_500_with_an_id_and_the_server_lives_on(
     post(client, "text", max_tokens=1)
 
 
+@pytest.mark.slow
 def test_no_body_makes_a_500(client: httpx.Client) -> None:
     rng = random.Random(0)
     pieces: list[Any] = [None, 0, -1, 1e308, "", "\x00", "é", [], {}, [0], {"a": 1}, 2**70, True]

@@ -418,6 +418,7 @@ def test_another_structure_is_refused_with_both_values(
         run(place, tmp_path / "out", "train.steps=2", change)
 
 
+@pytest.mark.slow
 def test_a_constant_schedule_may_be_extended(place: Path, tmp_path: Path) -> None:
     constant = ["train.schedule=constant", "train.warmup_ratio=0.0", "loss.accept_length_ramp=0.0"]
     run(place, tmp_path / "out", "train.steps=2", *constant)
