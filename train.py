@@ -1,9 +1,9 @@
 """`accelerate launch train.py --config configs/….yaml key.sub=value`: distil a draft.
 
-The logic is in `dspark.training.trainer`; `accelerate launch -m dspark train …` is the same thing.
+The logic is in `dspark.training.program`; `accelerate launch -m dspark train …` is the same thing.
 """
 
-from dspark.training.trainer import main
+from dspark.training.program import main
 
 if __name__ == "__main__":
     main()

@@ -94,6 +94,10 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if "." not in path and path not in Config.model_fields and nearest(path, ["config"]):
             raise ConfigError(f"unknown option '{path}'; a settings file is given as --config PATH")
         value = _parse(raw, f"the value of '{path}'") if raw else ""
+        if path in Config.model_fields and not isinstance(value, dict):
+            # else the next override of that section would be blamed
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"override '{word}': section '{path}' must hold keys, got {shown!r}")
         here = tree
         *parents, leaf = path.split(".")
         for part in parents:

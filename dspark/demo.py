@@ -34,7 +34,7 @@ from dspark.export.load import load_draft, read_config
 from dspark.export.source import find_checkpoint, read_source
 from dspark.serving.server import running
 from dspark.target import Target
-from dspark.training import trainer
+from dspark.training import program
 
 __all__ = ["run"]
 
@@ -170,7 +170,7 @@ def _clear_if_changed(out: Path, config: Config) -> None:
 
 
 def _train(config: Config) -> None:
-    report = trainer.run(config)
+    report = program.run(config)
     if report.status == "interrupted":
         raise KeyboardInterrupt
     log.info("%s: %s at step %d", config.train.output_dir, report.status, report.step)

@@ -21,7 +21,7 @@ from dspark.errors import DSparkError
 from dspark.progress import quiet_transformers
 from dspark.provenance import write_text
 from dspark.target import load, load_tokenizer
-from dspark.training.trainer import run
+from dspark.training.program import run
 
 
 def main() -> None:

@@ -1,10 +1,16 @@
-"""Shape of a draft for measurements without one: the official Ling-3.0 draft's, in any widths."""
+"""The draft of a measurement: a NEXTN block by its name, or the official draft's shape."""
 
 from typing import Any
 
 from dspark.target.config import LingConfig
 
-__all__ = ["official_shape"]
+__all__ = ["nextn_proposals", "official_shape"]
+
+
+def nextn_proposals(draft: str) -> int:
+    """N of `nextn:N`; 0 for anything else."""
+    kind, _, count = draft.partition(":")
+    return int(count) if kind == "nextn" and count.isdecimal() else 0
 
 
 def official_shape(config: LingConfig, block_size: int) -> dict[str, Any]:

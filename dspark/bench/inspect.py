@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dspark.bench.draft_shape import nextn_proposals
+from dspark.decoding.reference_step import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError, DSparkError, TargetError
 from dspark.export.config_json import from_json
@@ -29,18 +31,19 @@ def inspect(
     routing: str | None = None,
     context: int | None = None,
     plan: bool = False,
-    draft: Path | None = None,
+    draft: str | Path | None = None,
 ) -> dict[str, Any]:
     """Counts of a config.json, of a directory that holds one, or of a draft's.
 
     ``routing`` (default independent) and ``context`` (8192) say what ``verify_tokens`` read.
     ``plan``: also what the graph engine needs of a GPU's memory, at ``context`` (32768) and beside
-    the ``draft`` of this config.
+    the ``draft`` of this config; `nextn:N` is the target's own NEXTN block with N proposals a step.
 
     Raises:
         TargetError: no config, one that is not understood, or ranks and verify steps of a model
             for which they are not known.
-        ConfigError: a wrong routing or number of tokens, or either without a verify step.
+        ConfigError: a wrong routing or number of tokens, or either without a verify step; a draft
+            that the target does not have.
     """
     if not verify_tokens and (routing is not None or (context is not None and not plan)):
         given = f"routing {routing}" if routing is not None else f"context {context}"
@@ -92,16 +95,24 @@ def _step(
 
 
 def _plan(
-    config: LingConfig, ranks: int, draft: Path | None, context: int | None
+    config: LingConfig, ranks: int, draft: str | Path | None, context: int | None
 ) -> dict[str, Any]:
-    shape = None
-    if draft is not None:
+    shape, nextn = None, False
+    if isinstance(draft, str) and draft.partition(":")[0] == "nextn":
+        nextn = 1 <= nextn_proposals(draft) <= MAX_PROPOSALS
+        if not nextn:
+            raise ConfigError(
+                f"draft must be a config.json or nextn:N with N in 1..{MAX_PROPOSALS}, got "
+                f"'{draft}'"
+            )
+    elif draft is not None:
+        draft = Path(draft)
         file = draft / "config.json" if draft.is_dir() else draft
         raw = read_object(file, TargetError)
         shape = from_json(raw, str(file), target_layers=config.num_hidden_layers)
     if context is None:
         context = min(DEFAULT_CONTEXT, config.max_position_embeddings)
-    return MemoryPlan(config, shape, context, ranks).to_dict()
+    return MemoryPlan(config, shape, context, ranks, nextn).to_dict()
 
 
 def _draft(raw: dict[str, Any], where: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dspark.bench.draft_shape import official_shape
+from dspark.bench.draft_shape import nextn_proposals, official_shape
 from dspark.bench.roofline import Floor, step_floor
 from dspark.decoding import DecodeParams
 from dspark.decoding.reference_step import MAX_PROPOSALS
@@ -82,8 +82,7 @@ class StepOptions:
     @property
     def nextn(self) -> int:
         """Proposals of the NEXTN block; 0: another draft, or none."""
-        kind, _, depth = self.draft.partition(":")
-        return int(depth) if kind == "nextn" and depth.isdecimal() else 0
+        return nextn_proposals(self.draft)
 
 
 @dataclass

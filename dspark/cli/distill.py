@@ -15,7 +15,7 @@ def _train(context: typer.Context) -> None:
 
     Example: dspark train --config configs/tiny.yaml train.steps=20
     """
-    from dspark.training.trainer import main
+    from dspark.training.program import main
 
     main(context.args)
 

@@ -27,7 +27,8 @@ def _inspect(
         bool, typer.Option("--plan", help="GPU memory that `serve --engine graph` needs.")
     ] = False,
     draft: Annotated[
-        Path | None, typer.Option(help="config.json of the plan's draft, or its directory.")
+        str | None,
+        typer.Option(help="The plan's draft: a config.json, its directory, or nextn:N."),
     ] = None,
     as_json: Json = False,
 ) -> None:

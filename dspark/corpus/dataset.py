@@ -7,6 +7,7 @@ any step, with any number of processes.
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -71,6 +72,8 @@ class ResponseRows:
         self.rejects = Rejects()
         self.num_cut = 0
         """Rows that were longer than `max_length`."""
+        self.thinking: Counter[str] = Counter()
+        """Rows by the template's switch: `on`, `off`, `unset`."""
         self._rows: list[Row] = []
         templates: set[str] = set()
         for response in read_responses(
@@ -109,6 +112,7 @@ class ResponseRows:
             self.rejects.add(error, response.key)
             return
         self.num_cut += cut
+        self.thinking[response.switch] += 1
         # 32 bits here, 64 when a row is asked for: a large set stays in memory
         ids = torch.tensor(response.input_ids[: data.max_length], dtype=torch.int32)
         self._rows.append(Row(response.key, ids, mask))

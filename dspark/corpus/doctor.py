@@ -124,7 +124,7 @@ def _count_row(report: DoctorReport, row: Response) -> None:
     report.lengths.append(length)
     report.tokens += min(length, report.max_length)
     report.cut += length > report.max_length
-    report.thinking[{True: "on", False: "off", None: "unset"}[row.thinking]] += 1
+    report.thinking[row.switch] += 1
     if row.finish_reason:
         report.finish_reasons[row.finish_reason] += 1
     if row.template_hash and row.template_hash != report.template:

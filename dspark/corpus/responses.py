@@ -70,6 +70,11 @@ class Response:
         return f"{self.id}#{self.sample}" if self.sample else self.id
 
     @property
+    def switch(self) -> str:
+        """`thinking` in a word: on, off or unset."""
+        return {True: "on", False: "off", None: "unset"}[self.thinking]
+
+    @property
     def num_supervised(self) -> int:
         return sum(self.loss_mask)
 

@@ -237,6 +237,8 @@ def _with_run(facts: CardFacts, read: Source) -> CardFacts:
         },
         "seed": config.train.seed,
     }
+    if isinstance(data := read.provenance.get("data"), dict) and data.get("thinking"):
+        run["rows by the template's thinking switch"] = data["thinking"]
     if read.accept_length is not None:
         run["accept_length over the trainer's validation prompts"] = f"{read.accept_length:.3f}"
     sampling = [one.model_dump(mode="json") for one in config.sample.settings]

@@ -43,8 +43,10 @@ _RESERVE = 1 << 30
 class MemoryPlan:
     """Bytes on one of ``ranks`` GPUs, in bfloat16, for ``context`` positions.
 
+    ``nextn``: the target's own NEXTN block drafts, in the place of ``draft``.
+
     Raises:
-        ConfigError: the model has fewer positions.
+        ConfigError: the model has fewer positions or no such block, or there are two drafts.
         TargetError: a width does not divide by ``ranks``.
     """
 
@@ -52,11 +54,16 @@ class MemoryPlan:
     draft: DSparkConfig | None
     context: int
     ranks: int = 1
+    nextn: bool = False
 
     def __post_init__(self) -> None:
         most = self.config.max_position_embeddings
         if not 2 <= self.context <= most:
             raise ConfigError(f"context must lie in 2..{most}, got {self.context}")
+        if self.nextn and self.draft is not None:
+            raise ConfigError("a plan has one draft: either a model or the NEXTN block")
+        if self.nextn and not self.config.num_nextn_predict_layers:
+            raise ConfigError("the target has no NEXTN block: num_nextn_predict_layers is 0")
 
     @cached_property
     def target_weights(self) -> int:
@@ -67,7 +74,12 @@ class MemoryPlan:
 
     @cached_property
     def draft_weights(self) -> int:
-        """As it is loaded: whole on every rank, without the tables that are the target's."""
+        """As it is loaded: whole on every rank, without the tables that are the target's.
+
+        Of a NEXTN block a rank has its part, which the step reads where it lies.
+        """
+        if self.nextn:
+            return rank_bytes(self.config, self.ranks)["nextn"]
         if self.draft is None:
             return 0
         with torch.device("meta"):
@@ -94,7 +106,7 @@ class MemoryPlan:
 
     @property
     def caches(self) -> int:
-        """Latents, KDA states of every row, and the draft's keys and values."""
+        """Latents (of a NEXTN block too), KDA states of every row, the draft's keys and values."""
         return self._caches(self.context)
 
     @cached_property
@@ -112,6 +124,9 @@ class MemoryPlan:
         rows += heads * (config.latent_dim + config.v_head_dim)
         chosen = config.num_experts_per_tok
         rows += (1 + ROWS * chosen) * inner + (chosen + 1) * hidden
+        if self.nextn:
+            outputs.append(hidden)
+            rows += 2 * hidden
         if self.draft is not None:
             draft, slots = self.draft, self.draft.block_size or 0
             size, groups = draft.head_dim, draft.num_key_value_heads or draft.num_attention_heads
@@ -198,7 +213,7 @@ class MemoryPlan:
         layers = config.num_hidden_layers
         mla = sum(config.is_mla(layer) for layer in range(layers))
         positions = context + _GUARD
-        total = mla * positions * config.latent_dim * _NARROW
+        total = (mla + self.nextn) * positions * config.latent_dim * _NARROW
         width = config.num_attention_heads // self.ranks * config.head_dim
         states = (ROWS + 1) * width * config.head_dim * _WIDE
         inputs = 2 * (config.short_conv_kernel_size - 1 + ROWS) * 3 * width * _NARROW
@@ -220,8 +235,8 @@ class MemoryPlan:
         while room < context:
             room *= 2
         kept = mla * room * config.latent_dim * _WIDE
-        # the taps, piece by piece and then joined
-        taps = len(self.draft.target_layer_ids or ()) if self.draft is not None else 0
+        # the taps, or what a NEXTN block reads, piece by piece and then joined
+        taps = len(self.draft.target_layer_ids or ()) if self.draft is not None else int(self.nextn)
         kept += 2 * context * taps * hidden * _NARROW
         # keys and values rebuilt, joined, padded and laid out; masks as bool and as numbers
         keys = 4 * config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim

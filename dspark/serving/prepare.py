@@ -55,12 +55,15 @@ class Preparer:
     def __init__(
         self, target: Target, tokenizer: Any, settings: ServeSettings, context: int | None = None
     ) -> None:
-        """``context``: positions that the engine has room for; None: all that the target knows."""
+        """``context``: positions that the engine has room for; None: all that the target knows.
+
+        Raises:
+            ConfigError: the model's own defaults of sampling cannot be run.
+        """
         self._target = target
         self._tokenizer = tokenizer
         self._settings = settings
         self._defaults = _sampling_defaults(target)
-        SamplingParams(**self._defaults)  # a model's own defaults that cannot be run fail here
         self.max_model_len = min(
             int(target.max_position_embeddings), context or int(target.max_position_embeddings)
         )
@@ -204,14 +207,28 @@ def _sampling_defaults(target: Target) -> dict[str, Any]:
 
     Only values that the model's author wrote down count: the class default of top_k in
     transformers is 50, which nobody asked for.
+
+    Raises:
+        ConfigError: a value is no number, or out of range.
     """
     config = getattr(target.model, "generation_config", None)
     written = config.to_diff_dict() if config is not None else {}
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    return {
+    chosen: dict[str, Any] = {
         name: value if written.get(name) is None else written[name]
         for name, value in defaults.items()
     }
+    where = f"generation_config.json of target '{target.name}'"
+    for name, value in chosen.items():
+        whole = name == "top_k"
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            kind = "a whole number" if whole else "a number"
+            raise ConfigError(f"{where}: {name} must be {kind}, got {value!r}")
+    try:
+        SamplingParams(**chosen)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return chosen
 
 
 def _bad(param: str, message: str) -> ApiError:

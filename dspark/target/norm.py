@@ -6,11 +6,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Float32Module", "RMSNorm"]
+__all__ = ["Float32Module", "RMSNorm", "rms_norm"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., size] in the dtype of x
+    """x / sqrt(mean(x²) + eps) in float32, cast back, then times the weight."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) in float32, cast back, then times the weight."""
+    """`rms_norm` with a weight of its own."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -18,9 +25,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] in its own dtype
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Float32Module(nn.Module):

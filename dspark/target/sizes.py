@@ -5,7 +5,7 @@ those of bf16 weights (float32 where the checkpoint has it) and float32 KDA stat
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -69,13 +69,14 @@ def parameter_counts(config: LingConfig) -> dict[str, int]:
     """Parameters and tensors of the checkpoint, and how they divide."""
     main, nextn = Counter[str](), 0
     count = float32 = 0
-    for spec in tensors(config):
-        count += 1
-        float32 += spec.size if spec.float32 else 0
+    for spec, times in _counted(config):
+        size = times * spec.size
+        count += times
+        float32 += size if spec.float32 else 0
         if _nextn(config, spec):
-            nextn += spec.size
+            nextn += size
         else:
-            main[spec.part] += spec.size
+            main[spec.part] += size
     whole = sum(main.values())
     moe_layers = config.num_hidden_layers - config.first_k_dense_replace
     idle = (config.num_experts - config.num_experts_per_tok) / config.num_experts
@@ -101,8 +102,8 @@ def rank_bytes(config: LingConfig, ranks: int) -> dict[str, int]:
     """
     check_ranks(config, ranks)
     parts, nextn = Counter[str](), 0
-    for spec in tensors(config):
-        size = prod(spec.local_shape(ranks)) * (4 if spec.float32 else 2)
+    for spec, times in _counted(config):
+        size = times * prod(spec.local_shape(ranks)) * (4 if spec.float32 else 2)
         if _nextn(config, spec):
             nextn += size
         else:
@@ -198,6 +199,12 @@ def _state(config: LingConfig, ranks: int) -> dict[str, int]:
         # every rank holds the latents of all heads
         "latent": mla * config.latent_dim * 2,
     }
+
+
+def _counted(config: LingConfig) -> Iterator[tuple[TensorSpec, int]]:
+    """Tensors that differ, and how many there are of each."""
+    for spec in tensors(config, alike=False):
+        yield spec, config.num_experts if spec.part == "expert" else 1
 
 
 def _nextn(config: LingConfig, spec: TensorSpec) -> bool:

@@ -112,8 +112,11 @@ def save(
     moments: Mapping[str, Any],
     config: Config,
     probe: Probe | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `checkpoint-<state.step>` into ``output_dir`` and point `latest` at it.
+
+    ``data``: what the record says about the rows.
 
     Raises:
         RunError: the disk refuses (full, read-only).
@@ -127,6 +130,7 @@ def save(
             moments=moments,
             config=config,
             probe=probe,
+            data=data,
         )
     except OSError as error:
         raise RunError(f"cannot write a checkpoint into {output_dir}: {error}") from error
@@ -141,6 +145,7 @@ def _save(
     moments: Mapping[str, Any],
     config: Config,
     probe: Probe | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> Path:
     final = output_dir / f"checkpoint-{state.step}"
     aside = output_dir / f"{_ASIDE}{state.step}.tmp"
@@ -151,7 +156,7 @@ def _save(
     torch.save(dict(moments), aside / "optimizer.pt")
     provenance.write_json(aside / "config.json", dict(draft_config))
     provenance.write_json(aside / "trainer_state.json", asdict(state))
-    provenance.write_json(aside / "provenance.json", provenance.collect(step=state.step))
+    provenance.write_json(aside / "provenance.json", provenance.collect(step=state.step, data=data))
     config_io.save(config, aside / "config.yaml")
     if probe is not None:
         save_probe(aside, probe)

@@ -12,7 +12,7 @@ from dspark.corpus.ids import id_limit
 from dspark.errors import ConfigError, DataError
 from dspark.target import Target
 
-__all__ = ["TrainingRows", "check_features", "check_fit", "identity", "open_rows"]
+__all__ = ["TrainingRows", "check_features", "check_fit", "facts", "identity", "open_rows"]
 
 _SAMPLED = 16  # rows whose ids stand for all of them in `identity`
 
@@ -99,6 +99,17 @@ def check_fit(rows: TrainingRows, target: Target) -> None:
             f"none of the {len(rows)} rows holds two supervised tokens in a row, so no block can "
             "be trained: check the loss masks with `dspark doctor`"
         )
+
+
+def facts(rows: TrainingRows) -> dict[str, Any]:
+    """For the record: how many rows there are, and of how many thinking was on, off or unset.
+
+    Shards do not tell the latter.
+    """
+    told: dict[str, Any] = {"rows": len(rows)}
+    if isinstance(rows, ResponseRows):
+        told["thinking"] = dict(sorted(rows.thinking.items()))
+    return told
 
 
 def identity(rows: TrainingRows) -> dict[str, Any]:

@@ -1,24 +1,16 @@
-"""Distil a draft: `accelerate launch train.py --config configs/….yaml key.sub=value`.
+"""Distil a draft: what is loaded once, and the loop over steps.
 
 One optimizer step is a window of forward passes. Its rows, anchors and denominators are known
 before the first of them, and the denominators are those of the whole step over all processes: so
 one process with four forward passes, two with two and four with one have the same loss and the
 same gradient. Every random number is a function of (seed, position of the row), every rate of the
 step; that is what makes a resumed run continue to the bit.
-
-Exit codes: 0 done, 1 the run failed, 2 wrong use, 75 stopped by a signal after saving (start the
-same command again to go on). `accelerate launch` and torchrun turn every code but 0 into 1.
 """
 
-import argparse
-import json
 import logging
-import os
 import sys
-import time
-from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,23 +23,23 @@ from dspark.config import Config
 from dspark.corpus.chat import check_template
 from dspark.corpus.unusable import Unusable
 from dspark.draft.config import DSparkConfig
-from dspark.errors import CheckpointError, ConfigError, DSparkError, RunError, unwritable
+from dspark.errors import CheckpointError, RunError
 from dspark.export.check import Probe
 from dspark.export.config_json import ARCHITECTURES, from_json, read_json, to_json
-from dspark.progress import Bar, quiet_transformers
+from dspark.progress import Bar
 from dspark.target import load, load_tokenizer, resolve
-from dspark.training import build, checkpoint, launch, tracker, validation
+from dspark.training import build, checkpoint, launch, validation
 from dspark.training.checkpoint import Best, Saved, TrainState
 from dspark.training.features import batch_features, gather_rows, silence
 from dspark.training.journal import Journal
 from dspark.training.monitor import Monitor
 from dspark.training.objective import Objective
 from dspark.training.optim import Schedule, build_optimizer, plan_steps, ramp_at, set_learning_rate
-from dspark.training.rows import check_features, check_fit, identity, open_rows
-from dspark.training.signals import EXIT_INTERRUPTED, StopRequest
+from dspark.training.rows import check_features, check_fit, facts, identity, open_rows
+from dspark.training.signals import StopRequest
 from dspark.training.window import Pass, Split, Window, Windows
 
-__all__ = ["TrainReport", "main", "run"]
+__all__ = ["TrainReport", "Trainer"]
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +52,6 @@ _PLAIN_KEYS = frozenset(
         "tracker", "chunk_blocks", "seed", "num_anchors",
     }
 )  # fmt: skip
-
-_EXAMPLE = "example: accelerate launch train.py --config configs/tiny.yaml train.steps=20"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,120 +72,6 @@ class TrainReport:
     """Of the last line of metrics that this process wrote, like `tau`."""
     tau: float | None
     seconds: float
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The program: settings and overrides from ``argv``, a run, an exit code."""
-    parser = argparse.ArgumentParser(
-        prog="train.py",
-        usage="%(prog)s [-h] [--config PATH] [--json] [section.key=value ...]",
-        description="Distil a DSpark draft from a target. Settings given as section.key=value "
-        "(also --section.key value) win over the file.",
-        epilog=_EXAMPLE,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", "-c", metavar="PATH", help="YAML settings; see configs/")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    arguments, overrides = parser.parse_known_args(argv)
-    rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    quiet_transformers()
-    try:
-        report = run(config_io.load(arguments.config, overrides))
-    except DSparkError as error:
-        print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except OSError as error:
-        refused = unwritable(error)
-        if refused is None:
-            raise
-        print(f"error: {refused}", file=sys.stderr)
-        sys.exit(refused.exit_code)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    if rank == 0:
-        log.info(
-            "%s at step %d of %d: %s", report.status, report.step, report.total_steps, report.last
-        )
-        if arguments.json:
-            print(json.dumps(asdict(report)))
-    if report.status == "interrupted":
-        sys.exit(EXIT_INTERRUPTED)
-
-
-def run(config: Config) -> TrainReport:
-    """Train as ``config`` says, or go on where the newest checkpoint in `output_dir` stands.
-
-    Raises:
-        DSparkError: one sentence about what a user can change; see the subclasses.
-    """
-    begun = time.perf_counter()
-    settings = config.train
-    tracker.check_installed(settings.tracker)
-    accelerator = launch.start(settings, device=config.target.device)
-    with ExitStack() as stack:
-
-        def begin() -> Path | None:
-            output_dir = Path(settings.output_dir)
-            if not output_dir.exists() or output_dir.is_dir():
-                try:
-                    stack.enter_context(provenance.claimed(output_dir))
-                except BlockingIOError:
-                    raise ConfigError(
-                        f"another run is writing to train.output_dir '{output_dir}': wait for its "
-                        "end, or choose another directory"
-                    ) from None
-            return find_resume(config)
-
-        resume = launch.on_main(accelerator, begin)
-        trainer = Trainer(config, accelerator, resume)
-        status = trainer.train()
-        return trainer.report(status, time.perf_counter() - begun)
-
-
-def find_resume(config: Config) -> Path | None:
-    """The checkpoint to go on from; clears what a killed save left behind.
-
-    Raises:
-        ConfigError: `resume: none` with an output directory that is not empty.
-        CheckpointError: the given checkpoint is none, or newer ones stand beside it.
-    """
-    settings = config.train
-    output_dir = Path(settings.output_dir)
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigError(f"train.output_dir '{output_dir}' is a file")
-    if settings.resume == "none":
-        held = {one.name for one in output_dir.iterdir()} if output_dir.exists() else set()
-        if held - {provenance.LOCK}:
-            raise ConfigError(
-                f"train.output_dir '{output_dir}' is not empty and train.resume is none: "
-                "use train.resume=auto to go on there, or another directory"
-            )
-        return None
-    checkpoint.clear_leftovers(output_dir)
-    if settings.resume == "auto":
-        return checkpoint.newest_complete(output_dir)
-    path = Path(settings.resume).resolve()
-    if not path.is_dir():
-        raise CheckpointError(
-            f"train.resume '{settings.resume}' is neither auto, nor none, nor a directory"
-        )
-    checkpoint.verify_complete(path)
-    found = [one.resolve() for one in checkpoint.find_complete(output_dir)]
-    newer = found[found.index(path) + 1 :] if path in found else found
-    if newer:
-        raise CheckpointError(
-            f"train.output_dir holds {newer[-1].name}, which going on from {path} would overtake: "
-            "move it away or choose another train.output_dir"
-        )
-    return path
 
 
 class Trainer:
@@ -285,6 +161,7 @@ class Trainer:
             pin=accelerator.device.type == "cuda",
         )
         self.monitor = Monitor(self.draft.block_size, accelerator)
+        self._data = facts(rows)
         self.unusable = Unusable(len(rows), self.target.dtype)
         self._usable: list[tuple[tuple[str, ...], Tensor]] = []
         self.step = 0
@@ -510,6 +387,7 @@ class Trainer:
             moments=checkpoint.optimizer_by_name(self.optimizer.optimizer, self._names),
             config=self.config,
             probe=probe,
+            data=self._data,
         )
         if self.best is not None:
             checkpoint.link(self.output_dir, "best", self.best.step)

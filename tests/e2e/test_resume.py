@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from dspark import config_io
 from dspark.errors import CheckpointError
 from dspark.testing import save_tiny_target
-from dspark.training import trainer
+from dspark.training import program, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 14  # ten rows, two a step: a pass ends with steps 5 and 10
@@ -81,7 +81,7 @@ def settings(place: Path, out: Path, steps: int = STEPS) -> list[str]:
 
 
 def run(place: Path, out: Path) -> trainer.TrainReport:
-    return trainer.run(config_io.load(None, settings(place, out)))
+    return program.run(config_io.load(None, settings(place, out)))
 
 
 def figures(out: Path) -> list[dict[str, float]]:
@@ -115,7 +115,13 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [2, 5, 7, 12], ids=["mid-pass", "end of pass", "mid-window", "log"]
+    "step",
+    [
+        pytest.param(2, id="mid-pass", marks=pytest.mark.slow),
+        pytest.param(5, id="end of pass", marks=pytest.mark.slow),
+        pytest.param(7, id="mid-window"),
+        pytest.param(12, id="log", marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_run_continues_to_the_bit(
     place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
@@ -129,6 +135,7 @@ def test_a_stopped_run_continues_to_the_bit(
     assert_equal_to_the_bit(out, whole)
 
 
+@pytest.mark.slow
 def test_what_a_killed_save_left_is_ignored(
     place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,9 +175,10 @@ def test_going_back_behind_a_newer_checkpoint_is_refused(
     older = min(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     config = config_io.load(None, [*settings(place, out), f"train.resume={older}"])
     with pytest.raises(CheckpointError, match="would overtake"):
-        trainer.run(config)
+        program.run(config)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_elsewhere_continues_here(
     place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +187,7 @@ def test_a_checkpoint_from_elsewhere_continues_here(
         run(place, tmp_path / "first")
     there = tmp_path / "first" / "latest"
     config = config_io.load(None, [*settings(place, tmp_path / "second"), f"train.resume={there}"])
-    assert trainer.run(config).status == "finished"
+    assert program.run(config).status == "finished"
     mine, theirs = (
         load_file(one / "latest" / "model.safetensors") for one in (tmp_path / "second", whole)
     )
@@ -214,7 +222,7 @@ def test_a_killed_process_continues_to_the_bit(place: Path, tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     assert "going on from" in done.stderr
-    trainer.run(config_io.load(None, settings(place, whole, steps)))
+    program.run(config_io.load(None, settings(place, whole, steps)))
     assert_equal_to_the_bit(out, whole)
 
 

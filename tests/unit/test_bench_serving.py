@@ -146,6 +146,7 @@ def test_a_run_reports_the_published_rows_and_the_servers_own(address: str) -> N
         assert row in shown
 
 
+@pytest.mark.slow
 def test_requests_may_overlap(address: str) -> None:
     report = measure(address, [CHAT] * 4, max_tokens=8, concurrency=4, ignore_eos=True)
     assert report.output_tokens == 32

@@ -101,7 +101,9 @@ def test_a_wrong_setting_is_named(override: str, words: list[str]) -> None:
         ("train: {lr: '1e-4'}\n", ["train.lr", "number", "'1e-4'"]),
         ("train: &x [*x]\n", ["c.yaml", "inside itself"]),
         ("train: &x {steps: *x}\n", ["c.yaml", "inside itself"]),
-        ("train: " + "[" * 5000, ["c.yaml", "nested too deeply"]),
+        pytest.param(
+            "train: " + "[" * 5000, ["c.yaml", "nested too deeply"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -123,6 +125,18 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"train: \xff\xfe")
     with pytest.raises(ConfigError, match=r"cannot read the config .*c\.yaml"):
         load(path)
+
+
+@pytest.mark.parametrize("value", ["3", "", "null", "[a]"])
+def test_a_section_with_a_value_of_its_own_blames_itself(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("train: {seed: 1}\n")
+    given = f"sample={value}"
+    for overrides in ([given], [given, "sample.out=x"], ["sample.out=x", given]):
+        with pytest.raises(ConfigError) as caught:
+            load(path, overrides)
+        assert str(caught.value).startswith(f"override '{given}': section 'sample' must hold keys")
+    assert load(path, ["sample={out: a}", "sample.limit=2"]).sample.out == "a"
 
 
 def test_a_value_inside_another_value_is_named() -> None:

@@ -55,6 +55,18 @@ def test_rows_are_cut_at_max_length_and_counted(tmp_path: Path) -> None:
     assert rows.used_ids() == set(range(1, 9))
 
 
+def test_rows_are_counted_by_the_thinking_switch(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "r.jsonl",
+        {**tokens("a", 6, 3), "thinking": True},
+        {**tokens("b", 6, 3), "thinking": False},
+        {**tokens("c", 6, 3), "thinking": True},
+        {**tokens("rejected", 6, 1), "thinking": True},
+        tokens("d", 6, 3),
+    )
+    assert ResponseRows(data(path)).thinking == {"on": 2, "off": 1, "unset": 1}
+
+
 def test_a_file_without_supervision_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", tokens("a", 6, 0), tokens("b", 6, 0))
     with pytest.raises(DataError, match=r"no row of .* 2 supervised.*too_few_supervised 2"):

@@ -25,9 +25,13 @@ def target() -> HFTarget:
     return tiny_target()
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 8, 9])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(8, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)]
+)
 def test_rows_are_equal_to_the_bit(count: int, dtype: torch.dtype, window: int | None) -> None:
     target = tiny_target()
     target.config.sliding_window = window
@@ -69,6 +73,7 @@ def test_the_longest_sequence_sees_its_own_token_in_a_new_chunk(
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, top_p=0.9, seed=4)])
+@pytest.mark.slow
 def test_outputs_end_where_each_would_alone(target: HFTarget, sampling: SamplingParams) -> None:
     """Own seeds and budgets, stop ids, the context limit, and more prompts than a step has rows."""
     many = [*prompts(), *prompts((4, 12, 30, 500, 64, 65, 66, 20, 21))]

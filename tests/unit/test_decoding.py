@@ -59,11 +59,19 @@ def oracle(
     "sampling",
     [
         GREEDY,
-        SamplingParams(temperature=1.0, seed=5),
+        pytest.param(SamplingParams(temperature=1.0, seed=5), marks=pytest.mark.slow),
         SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=1),
     ],
 )
-@pytest.mark.parametrize("block_size", [1, 4, 8, 16])
+@pytest.mark.parametrize(
+    "block_size",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        4,
+        pytest.param(8, marks=pytest.mark.slow),
+        pytest.param(16, marks=pytest.mark.slow),
+    ],
+)
 def test_the_draft_changes_no_token(
     target: Target, sampling: SamplingParams, block_size: int
 ) -> None:
@@ -75,7 +83,15 @@ def test_the_draft_changes_no_token(
     assert len(drafted.token_ids) == 40
 
 
-@pytest.mark.parametrize("right", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "right",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        1,
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=3)])
 def test_rejection_at_every_slot_leaves_the_output_alone(
     monkeypatch: pytest.MonkeyPatch, target: Target, right: int, sampling: SamplingParams
@@ -98,6 +114,7 @@ def test_a_fully_accepted_block_brings_the_bonus(
     assert [(c.num_proposed, c.num_accepted) for c in commits] == [(None, 0), (4, 4), (4, 4)]
 
 
+@pytest.mark.slow
 def test_sampled_output_follows_the_targets_distribution(target: Target) -> None:
     """First two tokens with draft against the exact joint distribution over a coarse partition."""
     draft = tiny_draft(target)
@@ -130,7 +147,9 @@ def test_sampled_output_follows_the_targets_distribution(target: Target) -> None
     assert chi_square < 24.3  # 7 degrees of freedom, p = 0.001
 
 
-@pytest.mark.parametrize("right", [0, 2, 4])
+@pytest.mark.parametrize(
+    "right", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_a_stop_id_ends_the_output_inside_a_block(
     monkeypatch: pytest.MonkeyPatch, target: Target, right: int
 ) -> None:
@@ -159,7 +178,10 @@ def test_the_targets_own_end_id_stops_unless_told_otherwise(
     assert decode(target, None, PROMPT, DecodeParams(20, ignore_eos=True)).token_ids == plain
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow), 7],
+)
 @pytest.mark.parametrize("right", [0, 4])
 def test_output_lengths_are_exact(
     monkeypatch: pytest.MonkeyPatch, target: Target, count: int, right: int
@@ -244,7 +266,7 @@ def test_proposals_are_the_teacher_forced_arg_max_of_the_trained_form(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, seed=2)])
-@pytest.mark.parametrize("count", [2, 9, 60])
+@pytest.mark.parametrize("count", [2, 9, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_replay_counts_the_rounds_of_the_real_decode(
     target: Target, sampling: SamplingParams, count: int
 ) -> None:

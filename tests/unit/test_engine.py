@@ -123,7 +123,15 @@ def reblocked(sizes: list[int]) -> Callable[..., Iterator[Commit]]:
     return play
 
 
-@pytest.mark.parametrize("sizes", [[1], [5], [2, 3], [1, 5, 4]])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([1], marks=pytest.mark.slow),
+        pytest.param([5], marks=pytest.mark.slow),
+        [2, 3],
+        pytest.param([1, 5, 4], marks=pytest.mark.slow),
+    ],
+)
 def test_a_stop_string_cuts_the_same_wherever_the_blocks_end(
     pair: tuple[Any, Any], start: Any, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_stop_id_inside_the_accepted_prefix_ends_what_counts(
     assert one["finished_by_stop"] == 1
 
 
+@pytest.mark.slow
 def test_every_proposal_rejected_is_an_accept_length_of_one(
     monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
@@ -116,6 +117,7 @@ def test_every_proposal_rejected_is_an_accept_length_of_one(
     assert one["survival"] == one["accept_rate"] == [0.0] * 4
 
 
+@pytest.mark.slow
 def test_an_output_without_a_round_has_no_figures_and_no_time_per_token(
     monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
@@ -189,7 +191,7 @@ def test_tokens_and_rounds_of_a_prompt_are_resampled_together() -> None:
 # --- the whole run ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_sets_pool_and_both_kinds_of_sampling_are_checked(
     target: Target, temperature: float
 ) -> None:
@@ -277,7 +279,9 @@ def test_prompts_of_ids_behind_the_target_are_not_decoded() -> None:
         evaluate(short, draft, TOKENIZER, {"s": ["a"]}, EvalSettings(max_new_tokens=2))
 
 
-@pytest.mark.parametrize(("script", "alarm"), [((), True), ((1,), False)])
+@pytest.mark.parametrize(
+    ("script", "alarm"), [((), True), pytest.param((1,), False, marks=pytest.mark.slow)]
+)
 def test_a_draft_of_which_nothing_is_accepted_raises_an_alarm(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -290,7 +294,7 @@ def test_a_draft_of_which_nothing_is_accepted_raises_an_alarm(
     assert ("drafted tokens was accepted" in caplog.text) is alarm
 
 
-@pytest.mark.parametrize("threshold", [0.0, 1.0])
+@pytest.mark.parametrize("threshold", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_a_threshold_changes_the_rounds_but_no_token(target: Target, threshold: float) -> None:
     report = evaluate(
         target,

@@ -23,6 +23,7 @@ def target() -> Target:
     return tiny_target()
 
 
+@pytest.mark.slow
 def test_each_prompt_is_sampled_with_a_seed_of_its_own(target: Target) -> None:
     settings = EvalSettings(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=4)
     report = evaluate(
@@ -57,7 +58,7 @@ def test_compare_gives_each_prompt_a_seed_of_its_own(
     assert seeds == [10, 11, 12]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_the_other_kind_of_sampling_is_checked_over_short_outputs(
     target: Target, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:

@@ -166,6 +166,7 @@ def test_a_damaged_export_is_found(
 
 
 @pytest.mark.usefixtures("same_process")
+@pytest.mark.slow
 def test_without_a_recorded_figure_the_unrounded_weights_set_it(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,8 @@ def checkpoint(target: Target, directory: Path, *, step: int, best: int) -> Path
     (directory / "trainer_state.json").write_text(json.dumps(state))
     settings = ["train.seed=77", "sample.settings=[{temperature: 0.7, top_p: 0.95}]"]
     config_io.save(config_io.load(None, settings), directory / "config.yaml")
+    told = {"data": {"rows": 5, "thinking": {"on": 3, "off": 2}}}
+    (directory / "provenance.json").write_text(json.dumps(told))
     save_probe(directory, PROBE)
     (directory / "COMPLETE").write_text("{}")
     return directory
@@ -55,8 +57,10 @@ def test_the_card_tells_the_settings_of_the_run(target: Target, tmp_path: Path) 
     run = checkpoint(target, tmp_path / "checkpoint-7", step=7, best=7)
     record = export_draft(run, tmp_path / "out", target, check=False)
     assert record["config"]["train"]["seed"] == 77
+    assert record["training"]["data"]["thinking"] == {"on": 3, "off": 2}
     card = (tmp_path / "out" / "README.md").read_text()
     assert "- optimizer steps: 7" in card
+    assert "- rows by the template's thinking switch: on 3, off 2" in card
     assert "- seed: 77" in card
     assert "validation prompts: 2.125" in card
     assert "| 0.7 | 0.95 |" in card

@@ -18,7 +18,7 @@ from dspark.errors import DataError
 from dspark.losses import denominators
 from dspark.target import Features, Target, load
 from dspark.testing import save_tiny_target, tiny_draft, tiny_target, tiny_tokenizer
-from dspark.training import trainer
+from dspark.training import program
 from dspark.training.features import batch_features, gather_rows, silence
 from dspark.training.objective import Objective
 from dspark.training.window import Pass, draw_pass
@@ -153,7 +153,7 @@ def test_padding_does_not_make_a_row_unusable() -> None:
 
 def test_online_and_offline_runs_are_the_same_run(place: Path, tmp_path: Path) -> None:
     for kind in ("online", "offline"):
-        trainer.run(config(place, f"train.features={kind}", f"train.output_dir={tmp_path / kind}"))
+        program.run(config(place, f"train.features={kind}", f"train.output_dir={tmp_path / kind}"))
     lines = [
         [json.loads(line) for line in (tmp_path / kind / "metrics.jsonl").read_text().splitlines()]
         for kind in ("online", "offline")
@@ -177,7 +177,7 @@ def test_shards_of_other_taps_are_refused(place: Path, tmp_path: Path) -> None:
         "draft.target_layer_ids=[0, 2, 3]",
     )
     with pytest.raises(DataError, match=r"layer_ids \[1, 2, 3\], this run has \[0, 2, 3\]"):
-        trainer.run(other)
+        program.run(other)
 
 
 def test_gathered_rows_predict_the_labels() -> None:

@@ -114,6 +114,18 @@ def test_the_memory_plan_stands_in_the_report(capsys: pytest.CaptureFixture[str]
     assert (alone["context"], alone["draft_weights"]) == (32768, 0)
 
 
+def test_the_memory_plan_knows_a_nextn_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", FLASH, "--tp", 4, "--plan", "--draft", "nextn:3", "--json"]
+    code, out, _ = dspark(capsys, *words)
+    assert code == 0
+    report = json.loads(out.splitlines()[-1])
+    plan = report["memory_plan"]
+    assert plan["draft_weights"] == report["bytes_per_rank"]["nextn"]
+    assert plan["draft_weights"] / 1e6 == pytest.approx(1_560.0, abs=0.05)
+    alone = inspect(FLASH, ranks=4, plan=True)["memory_plan"]
+    assert plan["caches"] - alone["caches"] == (32768 + 32) * 576 * 2
+
+
 def test_other_models_are_counted(tmp_path: Path) -> None:
     report = inspect(save_tiny_target(tmp_path / "llama"))
     assert report["architecture"] == "LlamaForCausalLM"
@@ -156,6 +168,10 @@ def test_what_is_no_model_is_said_shortly(
             "context 99999999 is more than the model's",
         ),
         (["inspect", str(FLASH), "--draft", str(DRAFT)], "is for the memory plan; give --plan too"),
+        (
+            ["inspect", str(FLASH), "--plan", "--draft", "nextn:99"],
+            "draft must be a config.json or nextn:N with N in 1..15, got 'nextn:99'",
+        ),
         (["inspect", str(FLASH), "--plan", "--context", "1"], "context must lie in 2..262144"),
         (["inspect", str(FLASH), "--plan", "--draft", str(FLASH)], "but a DSpark draft says"),
         (["inspect", str(DRAFT), "--plan"], "leave --plan out"),

@@ -13,6 +13,8 @@ PROGRAMS = sorted(
     for folder in ("train", "serve", "data")
     for path in (ROOT / folder).glob("*.py")
 )
+TRAINERS = ("train.py", "train/overfit_one_batch.py")
+"""Import accelerate and all of a training run, which takes its time."""
 
 
 def test_the_thin_folders_are_no_packages() -> None:
@@ -26,7 +28,13 @@ def test_there_are_programs_to_answer() -> None:
     assert len(PROGRAMS) >= 4
 
 
-@pytest.mark.parametrize("program", [*PROGRAMS, "train.py"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(one for one in PROGRAMS if one not in TRAINERS),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in TRAINERS),
+    ],
+)
 def test_every_program_answers_from_a_bare_checkout(program: str) -> None:
     done = subprocess.run(
         [sys.executable, program, "--help"],

@@ -48,7 +48,16 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("length", [3, 63, 64, 65, 100])
+@pytest.mark.parametrize(
+    "length",
+    [
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(63, marks=pytest.mark.slow),
+        pytest.param(64, marks=pytest.mark.slow),
+        65,
+        pytest.param(100, marks=pytest.mark.slow),
+    ],
+)
 def test_transformers_agrees(tmp_path: Path, variant: str, length: int) -> None:
     directory = save_tiny_ling(tmp_path / variant, variant)
     target = load(TargetSettings(path=str(directory), dtype="float32", apply_swiglu_limits=False))
@@ -153,8 +162,10 @@ def test_gradients_are_those_of_the_recurrence(
     assert_close_gradients(pairs, whole=2e-5, each=5e-5)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", [pytest.param("flash", marks=pytest.mark.slow), "tiny"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_rows_are_equal_to_the_bit(variant: str, dtype: torch.dtype) -> None:
     target, given = tiny_ling(variant, dtype=dtype), ids(62)
     outputs: dict[int, Tensor] = {}
@@ -206,8 +217,10 @@ class Scripted:
         return right
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("wrong_at", [*range(7), None])
+@pytest.mark.parametrize("variant", [pytest.param("flash", marks=pytest.mark.slow), "tiny"])
+@pytest.mark.parametrize(
+    "wrong_at", [*(pytest.param(at, marks=pytest.mark.slow) for at in (*range(6), None)), 6]
+)
 def test_a_rejection_at_any_slot_leaves_no_trace(variant: str, wrong_at: int | None) -> None:
     target, prompt = tiny_ling(variant), ids(20).tolist()
     sampling = SamplingParams()
@@ -224,8 +237,14 @@ def test_a_rejection_at_any_slot_leaves_no_trace(variant: str, wrong_at: int | N
     assert tokens == plain[: len(tokens)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0, seed=5)])
+@pytest.mark.parametrize("variant", ["flash", pytest.param("tiny", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SamplingParams(), marks=pytest.mark.slow),
+        SamplingParams(temperature=1.0, seed=5),
+    ],
+)
 def test_a_draft_changes_nothing(variant: str, sampling: SamplingParams) -> None:
     target = tiny_ling(variant)
     params = DecodeParams(32, sampling)
@@ -239,6 +258,7 @@ def test_a_draft_changes_nothing(variant: str, sampling: SamplingParams) -> None
     assert stats.rounds > 0
 
 
+@pytest.mark.slow
 def test_the_context_limit_and_a_stop_end_as_a_fresh_prefill_would() -> None:
     target = tiny_ling()
     prompt = ids(500).tolist()
@@ -268,6 +288,7 @@ def test_the_last_round_before_a_limit_leaves_the_states_of_a_fresh_prefill(vari
         assert_as_fresh(target, step._cache, torch.tensor([*prompt, *tokens[:-1]]))
 
 
+@pytest.mark.slow
 def test_an_abandoned_answer_leaves_nothing_for_the_next() -> None:
     target, draft = tiny_ling(), tiny_draft(tiny_ling())
     prompt, params = ids(20).tolist(), DecodeParams(40, ignore_eos=True)

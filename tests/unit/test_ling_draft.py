@@ -58,9 +58,16 @@ def test_it_has_the_published_number_of_parameters() -> None:
     assert report["own_parameters"] == 558_925_825
 
 
-@pytest.mark.parametrize("block", [None, "dflash_config", "dspark_config"])
-@pytest.mark.parametrize("prefix", ["", "model."])
-@pytest.mark.parametrize("tables", [False, True])
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        pytest.param("dflash_config", marks=pytest.mark.slow),
+        "dspark_config",
+    ],
+)
+@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.slow), "model."])
+@pytest.mark.parametrize("tables", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_published_form_loads_to_the_same(
     tmp_path: Path, target: LingTarget, block: str | None, prefix: str, tables: bool
 ) -> None:

@@ -91,7 +91,7 @@ def test_without_the_nextn_block_the_config_says_so(tmp_path: Path) -> None:
     load_model(tmp_path / "main", config)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_slices_of_all_ranks_make_the_whole(tmp_path: Path, ranks: int) -> None:
     source = checkpoint(tmp_path / "made")
     whole = load_model(source, CONFIG, nextn=True)
@@ -144,6 +144,7 @@ def quantise(directory: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
+@pytest.mark.slow
 def test_fp8_blocks_are_multiplied_out(tmp_path: Path) -> None:
     config = LingConfig.from_dict({**TINY_LING["flash"], "intermediate_size": 320})
     source = tmp_path / "fp8"
@@ -397,6 +398,7 @@ print(held, figure("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_one_rank_needs_its_own_bytes_and_a_shard(tmp_path: Path) -> None:
     shard = 24_000_000
     keys = {"num_experts": 128, "hidden_size": 256, "moe_intermediate_size": 128, "n_group": 4}

@@ -27,7 +27,10 @@ def target() -> Target:
     return tiny_target()
 
 
-@pytest.mark.parametrize("block_size", [4, 8, 15])
+@pytest.mark.parametrize(
+    "block_size",
+    [pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(15, marks=pytest.mark.slow)],
+)
 def test_greedy_and_sampled_output_is_equal(target: Target, block_size: int) -> None:
     modes = compare_modes(
         target, tiny_draft(target, block_size=block_size), PROMPTS, max_new_tokens=16, seed=3
@@ -75,7 +78,9 @@ def test_prompts_do_not_share_their_noise() -> None:
     assert seeded(params, 3).max_new_tokens == 8
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_a_rows_logits_do_not_depend_on_the_width(dtype: torch.dtype) -> None:
     target = tiny_target()
     target.model.to(dtype)
@@ -87,6 +92,7 @@ def test_a_rows_logits_do_not_depend_on_the_width(dtype: torch.dtype) -> None:
     assert report.compared > 40
 
 
+@pytest.mark.slow
 def test_rows_that_depend_on_the_width_are_seen(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

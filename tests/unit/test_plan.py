@@ -116,6 +116,41 @@ def test_a_nextn_block_has_a_latent_cache_more() -> None:
     more = cache_bytes(weights, None, 64, nextn) - cache_bytes(weights, None, 64)
     assert more == (64 + 32) * target.config.latent_dim * 2
     assert made.latents[target.config.num_hidden_layers].nbytes == more
+    plan = MemoryPlan(target.config, None, 64, nextn=True)
+    assert plan.caches == sum(one.nbytes for one in made.tensors())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_nextn_block_weighs_what_a_model_with_it_holds_more(ranks: int) -> None:
+    def model(nextn: bool) -> LingModel:
+        whole = tiny_ling(dtype=torch.bfloat16, ranks=ranks, reduce=lambda part: part, nextn=nextn)
+        return whole.model
+
+    def held(model: LingModel) -> dict[int, int]:
+        return storages([*model.parameters(), *model.buffers()])
+
+    both = model(True)
+    plan = MemoryPlan(both.config, None, 64, ranks, nextn=True)
+    assert plan.draft_weights == sum(held(both).values()) - sum(held(model(False)).values())
+    # laid out for the step they are the same storages
+    TargetWeights.of(both)
+    block = storages(NextNWeights.of(both))
+    block.pop(NextNWeights.of(both).layer.mixer.inverse.untyped_storage()._cdata)  # type: ignore[union-attr]
+    assert plan.draft_weights == sum(block.values())
+    assert block.items() <= held(both).items()
+    alone = MemoryPlan(both.config, None, 64, ranks)
+    assert alone.draft_weights == plan.draft_copy == 0
+    assert plan.target_weights == alone.target_weights
+    # what the block reads of a prompt is kept, piece by piece and then joined
+    assert plan.prompt - alone.prompt == 2 * 64 * both.config.hidden_size * 2
+
+
+def test_a_plan_has_one_draft_which_the_target_has() -> None:
+    with pytest.raises(ConfigError, match="one draft: either a model or the NEXTN block"):
+        MemoryPlan(FLASH, official_draft(), 64, nextn=True)
+    without = tiny_ling("tiny").config
+    with pytest.raises(ConfigError, match="no NEXTN block: num_nextn_predict_layers is 0"):
+        MemoryPlan(without, None, 64, nextn=True)
 
 
 @pytest.mark.parametrize("variant", ["flash", "tiny"])
@@ -187,6 +222,27 @@ def test_the_release_is_laid_out_as_planned(ranks: int) -> None:
     assert sum(one.nbytes for one in step.caches.tensors()) == plan.caches
     used = laid_out(step)
     assert used <= plan.scratch <= 2 * used
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_release_with_its_nextn_block_is_laid_out_as_planned(ranks: int) -> None:
+    with torch.device("meta"):
+        model = LingModel(FLASH, ranks=ranks, reduce=lambda part: part, nextn=True)
+        table = torch.empty(FLASH.vocab_size, FLASH.hidden_size, dtype=torch.bfloat16)
+    target = LingTarget(model.to(torch.bfloat16), "meta")
+    step = GraphStep(target, None, context=65536, nextn=3, embedding=table if ranks > 1 else None)
+    plan = MemoryPlan(FLASH, None, 65536, ranks, nextn=True)
+    assert sum(one.nbytes for one in step.caches.tensors()) == plan.caches
+    used = laid_out(step)
+    assert used <= plan.scratch <= 2 * used
+
+
+def test_scratch_of_a_nextn_block_is_a_bound_that_is_not_far_off() -> None:
+    target = tiny_ling(dtype=torch.bfloat16, nextn=True)
+    step = GraphStep(target, None, context=64, nextn=3)
+    used = laid_out(step)
+    plan = MemoryPlan(target.config, None, 64, nextn=True)
+    assert used <= plan.scratch <= 2 * used + (1 << 20)
 
 
 @pytest.mark.parametrize("with_draft", [True, False])

@@ -228,6 +228,7 @@ def test_sources_are_files_globs_and_folders(tmp_path: Path) -> None:
     assert order(str(tmp_path), limit=3) == "102"
 
 
+@pytest.mark.slow
 def test_parquet_rows(tmp_path: Path) -> None:
     if importlib.util.find_spec("pyarrow") is None:  # an optional package: the other test holds
         return

@@ -243,6 +243,7 @@ def test_the_body_of_the_sglang_benchmark_is_understood() -> None:
     assert request.sampling_params.max_new_tokens == 16
 
 
+@pytest.mark.slow
 def test_random_bodies_are_read_or_refused_and_never_anything_else() -> None:
     rng = random.Random(0)
     names = [*ChatRequest.model_fields, *NEUTRAL_VALUES["ChatRequest"], "prompt", "text", "x"]

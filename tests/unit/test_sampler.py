@@ -97,6 +97,7 @@ def greedy_by_transformers(target: Target, ids: Sequence[int], limit: int) -> li
     return out[0].tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_greedy_rows_equal_transformers_generate(
     target: Target, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_greedy_rows_equal_transformers_generate(
     assert set(report.by_finish_reason) == {"stop", "length"}
 
 
+@pytest.mark.slow
 def test_a_sliding_window_target_is_sampled_with_its_window(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -180,6 +182,7 @@ def test_a_row_holds_what_was_sampled_and_how(
     assert rows["p3"].input_ids != rows["p3#1"].input_ids
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_batch(target: Target, tokenizer: Any, tmp_path: Path) -> None:
     alone, _ = sample(target, tokenizer, 6, tmp_path / "1.jsonl", batch_size=1)
     together, _ = sample(target, tokenizer, 6, tmp_path / "9.jsonl", batch_size=9)
@@ -193,7 +196,10 @@ def test_settings_are_chosen_by_weight() -> None:
     assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.024)
 
 
-@pytest.mark.parametrize("cut", [1, 300, 4000])
+@pytest.mark.parametrize(
+    "cut",
+    [1, pytest.param(300, marks=pytest.mark.slow), pytest.param(4000, marks=pytest.mark.slow)],
+)
 def test_resuming_after_a_cut_gives_the_rows_of_one_run(
     target: Target, tokenizer: Any, tmp_path: Path, cut: int
 ) -> None:

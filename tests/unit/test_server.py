@@ -22,6 +22,7 @@ from dspark.decoding import Commit, DecodeParams, stream
 from dspark.errors import ConfigError
 from dspark.serving import engine as engine_module
 from dspark.serving import server as server_module
+from dspark.serving.prepare import Preparer
 from dspark.serving.server import running
 from dspark.serving.settings import ServeSettings
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
@@ -265,6 +266,23 @@ def test_defaults_come_from_the_models_generation_config() -> None:
     with running(target, None, TOKENIZER) as address, httpx.Client(base_url=address) as http:
         echoed = post(http, "chat", max_tokens=2)["dspark"]
     assert (echoed["temperature"], echoed["top_k"], echoed["top_p"]) == (0.6, 20, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("temperature", -1, "temperature must lie in 0..100, got -1"),
+        ("temperature", "hot", "temperature must be a number, got 'hot'"),
+        ("top_p", True, "top_p must be a number, got True"),
+        ("top_k", 2.5, "top_k must be a whole number, got 2.5"),
+    ],
+)
+def test_a_bad_default_of_the_model_names_its_file(key: str, value: Any, words: str) -> None:
+    target = tiny_target()
+    setattr(target.model.generation_config, key, value)
+    with pytest.raises(ConfigError) as caught:
+        Preparer(target, TOKENIZER, ServeSettings())
+    assert str(caught.value) == f"generation_config.json of target 'tiny': {words}"
 
 
 def test_developer_is_read_as_system(client: httpx.Client) -> None:
@@ -536,6 +554,7 @@ def test_an_error_in_a_step_is_a_500_with_an_id_and_the_server_lives_on(
     post(client, "text", max_tokens=1)
 
 
+@pytest.mark.slow
 def test_no_body_makes_a_500(client: httpx.Client) -> None:
     rng = random.Random(0)
     pieces: list[Any] = [None, 0, -1, 1e308, "", "\x00", "é", [], {}, [0], {"a": 1}, 2**70, True]

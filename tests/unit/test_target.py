@@ -66,6 +66,7 @@ def test_prefill_and_verify_agree_with_the_whole_sequence(target: Target) -> Non
     torch.testing.assert_close(rows.taps, taps[25:34], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rows_logits_are_the_same_to_the_bit_for_every_width(dtype: torch.dtype) -> None:
     target = tiny_target(seed=1, max_position_embeddings=1024)

@@ -18,7 +18,7 @@ from dspark.corpus.dataset import Row
 from dspark.errors import CheckpointError, ConfigError, DataError, MissingPackageError, RunError
 from dspark.export.load import load_draft
 from dspark.testing import save_tiny_target, tiny_target, tiny_tokenizer
-from dspark.training import build, trainer
+from dspark.training import build, program, trainer
 from dspark.training.window import Split, Windows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def settings(place: Path, out: Path, *overrides: str) -> list[str]:
 
 
 def run(place: Path, out: Path, *overrides: str) -> trainer.TrainReport:
-    return trainer.run(config_io.load(None, settings(place, out, *overrides)))
+    return program.run(config_io.load(None, settings(place, out, *overrides)))
 
 
 def lines(out: Path) -> list[dict[str, float]]:
@@ -418,6 +418,7 @@ def test_another_structure_is_refused_with_both_values(
         run(place, tmp_path / "out", "train.steps=2", change)
 
 
+@pytest.mark.slow
 def test_a_constant_schedule_may_be_extended(place: Path, tmp_path: Path) -> None:
     constant = ["train.schedule=constant", "train.warmup_ratio=0.0", "loss.accept_length_ramp=0.0"]
     run(place, tmp_path / "out", "train.steps=2", *constant)
@@ -458,7 +459,7 @@ def test_a_users_mistake_is_one_sentence_and_code_2(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        trainer.main([*settings(place, tmp_path / "out", "train.steps=1"), override])
+        program.main([*settings(place, tmp_path / "out", "train.steps=1"), override])
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert message in error
@@ -468,10 +469,22 @@ def test_a_users_mistake_is_one_sentence_and_code_2(
 def test_the_last_line_of_stdout_is_json(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer.main(["--json", *settings(place, tmp_path / "out"), "--train.steps", "1"])
+    program.main(["--json", *settings(place, tmp_path / "out"), "--train.steps", "1"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["status"] == "finished"
     assert report["step"] == 1
+
+
+def test_a_checkpoint_tells_its_data(place: Path, tmp_path: Path) -> None:
+    rows = [
+        {"id": name, "input_ids": [97, 98] * 6, "loss_mask": [1] * 12, "thinking": name != "a"}
+        for name in "abc"
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    given = f"data.responses=[{tmp_path / 'rows.jsonl'}]"
+    run(place, tmp_path / "out", given, "train.steps=1")
+    told = json.loads((tmp_path / "out" / "latest" / "provenance.json").read_text())
+    assert told["data"] == {"rows": 3, "thinking": {"off": 1, "on": 2}}
 
 
 def test_a_signal_saves_and_exits_with_75(
@@ -486,7 +499,7 @@ def test_a_signal_saves_and_exits_with_75(
 
     monkeypatch.setattr(trainer.Trainer, "_optimize", interrupted)
     with pytest.raises(SystemExit) as exit_:
-        trainer.main(settings(place, tmp_path / "out", "train.steps=6"))
+        program.main(settings(place, tmp_path / "out", "train.steps=6"))
     assert exit_.value.code == 75
     assert (tmp_path / "out" / "latest").resolve().name == "checkpoint-3"
 

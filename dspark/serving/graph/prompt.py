@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark.draft.layers import rotate
 from dspark.serving.graph.arena import Caches
 from dspark.serving.graph.weights import DraftWeights
 from dspark.target.model import LingModel
 from dspark.target.mtp import nextn_latents
+from dspark.target.norm import rms_norm
 from dspark.target.state import LingCache
 
 __all__ = ["fill_context", "fill_nextn", "hand_over"]
@@ -37,25 +39,25 @@ def fill_context(
     taps: Tensor,  # [S, F D] (of this rank's inputs)
     start: int = 0,
 ) -> None:
-    """Keys and values of the draft for positions ``start``...: `DSparkDraftModel.extend`."""
+    """Keys and values of the draft for positions ``start``...: `DSparkDraftModel.extend`.
+
+    Not by it: a rank's heads, and keys beside values, lie otherwise than in the modules.
+    """
     assert caches.keys is not None
     assert caches.values is not None
     for first in range(0, len(taps), _PIECE):
         piece = taps[first : first + _PIECE].to(draft.fc.dtype)
-        rows = _norm(F.linear(piece, draft.fc), draft.context_norm, draft.eps)
+        rows = rms_norm(F.linear(piece, draft.fc), draft.context_norm, draft.eps)
         at = start + first + torch.arange(len(piece), device=taps.device)
         angles = at[:, None].float() * draft.inverse
         angles = torch.cat([angles, angles], -1)
-        cos, sin = angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)
+        rotary = angles.cos().to(rows.dtype)[None], angles.sin().to(rows.dtype)[None]
         here = slice(start + first, start + first + len(piece))
         # a layer at a time: those of all layers together are ten times as wide as the rows
         for layer, weight in enumerate(draft.context.chunk(len(draft.layers))):
             both = F.linear(rows, weight).view(len(piece), 2, draft.groups, draft.size)
-            key = _norm(both[:, 0], draft.context_k_norms[layer], draft.eps)
-            left, right = key.chunk(2, -1)
-            turned = torch.cat([-right, left], -1)
-            key = key * cos[:, None] + turned * sin[:, None]
-            caches.keys[layer, :, here] = key.transpose(0, 1)
+            key = rms_norm(both[:, 0], draft.context_k_norms[layer], draft.eps)
+            caches.keys[layer, :, here] = rotate(key.transpose(0, 1)[None], rotary)[0]
             caches.values[layer, :, here] = both[:, 1].transpose(0, 1)
 
 
@@ -75,9 +77,3 @@ def fill_nextn(
         following = prompt_ids[rows.start + 1 : rows.stop + 1]
         at = torch.arange(rows.start, rows.stop, device=hidden.device)
         latents[rows] = nextn_latents(model, hidden[None, rows], following[None], at[None])[0]
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
