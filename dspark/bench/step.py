@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dspark.bench.ablations import without
 from dspark.bench.draft_shape import nextn_proposals, official_shape
 from dspark.bench.roofline import Floor, step_floor
 from dspark.decoding import DecodeParams
@@ -25,7 +26,6 @@ from dspark.decoding.reference_step import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
-from dspark.kernels.launch import without_pdl
 from dspark.provenance import read_object
 from dspark.serving.graph.decoder import wait_for
 from dspark.serving.graph.step import GraphStep
@@ -34,10 +34,8 @@ from dspark.target.config import LingConfig
 from dspark.target.sizes import Routing
 from dspark.target.synthetic import random_model
 
-__all__ = ["ABLATIONS", "StepBench", "StepOptions", "StepTimes", "accept_schedule"]
+__all__ = ["StepBench", "StepOptions", "StepTimes", "accept_schedule"]
 
-ABLATIONS = ("run-ahead", "graph", "pdl")
-"""Techniques that `--ablate` turns off, one at a time."""
 _EXCHANGE_US = 6.0
 """Assumed time of one exchange between ranks (a sum of 16 rows, fused with the norm)."""
 _WARM_UP = 50
@@ -216,19 +214,13 @@ class StepBench:
         return sorted(taken)[len(taken) // 2]
 
     def ablate(self, name: str) -> StepTimes:
-        """`run` without one technique of `ABLATIONS`."""
-        if name == "run-ahead":
-            return self.run(depth=1)
-        if name == "graph":
-            return self.run(eager=True)
-        if name != "pdl":
-            raise ConfigError(f"ablation must be one of {', '.join(ABLATIONS)}, got '{name}'")
-        try:
-            with without_pdl():
-                self.step.capture()
-            return self.run()
-        finally:
-            self.step.capture()
+        """`run` without one technique of `ablations.ABLATIONS`.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        with without(name, self.step):
+            return self.run(depth=1 if name == "run-ahead" else 2, eager=name == "graph")
 
     @property
     def exchanges(self) -> int:

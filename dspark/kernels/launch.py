@@ -3,7 +3,8 @@
 A step has at most 16 rows, so every product has one tile of `ROWS` rows, whatever the number of
 live ones: a row's arithmetic never depends on its neighbours. Programmatic dependent launch (PDL)
 lets a kernel start while the one before it ends. Each kernel then waits before it reads anything
-that a kernel has written, and lets the next one start right behind its own wait.
+that the kernel before has written, and lets the next one start right behind its own wait. So what
+is two or more launches old is complete, and may be read before the wait.
 """
 
 import contextlib

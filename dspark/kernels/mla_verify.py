@@ -133,6 +133,42 @@ def _prepare_kernel(
 
 
 @triton.jit
+def _queries(
+    query, live, tile,
+    H: tl.constexpr, HT: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, P: tl.constexpr,
+    PP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Latent and rotated queries of a tile: rows of its first head, then of the second, ..."""
+    m, column, turned = tl.arange(0, HT * ROWS), tl.arange(0, LP), tl.arange(0, PP)
+    row, head = m % ROWS, tile * HT + m // ROWS
+    alive = ((head < H) & (row < live))[:, None]
+    first = query + (row * H + head)[:, None] * (L + P)
+    q = tl.load(first + column[None, :], mask=alive & (column[None, :] < L), other=0.0)
+    q_turned = tl.load(first + L + turned[None, :], mask=alive & (turned[None, :] < P), other=0.0)
+    return q, q_turned
+
+
+@triton.jit
+def _scores(
+    q, q_turned, keys, keys_turned, position, sees, once, SCALE,
+    BC: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block of positions; -inf where a row does not see one.
+
+    Each product has a loop of one turn around it (``once``, which the compiler does not know).
+    Where the product with the values follows from the scores in one block of code, Triton 3.6
+    lets every warp group compute all columns of the scores.
+    """
+    scores = tl.zeros([q.shape[0], BC], tl.float32)
+    for _ in range(once):
+        scores = dot(q, tl.trans(keys), scores, WIDE)
+    for _ in range(once):
+        scores = dot(q_turned, tl.trans(keys_turned), scores, WIDE)
+    hidden = (position + tl.arange(0, BC))[None, :] > sees[:, None]
+    return tl.where(hidden, float("-inf"), scores * SCALE)
+
+
+@triton.jit
 def _attend_kernel(
     query, latents, total, peaks, masses, cursor, live_rows, SCALE, G,
     H: tl.constexpr, HT: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, P: tl.constexpr,
@@ -141,43 +177,28 @@ def _attend_kernel(
 ):  # fmt: skip
     ROW: tl.constexpr = L + P
     BLOCKS: tl.constexpr = C // BC
-    lane = tl.program_id(0)
-    m = tl.arange(0, HT * ROWS)  # rows of the first head, then of the second, ...
-    row = m % ROWS
-    head = tl.program_id(1) * HT + m // ROWS
-    column, turned, n = tl.arange(0, LP), tl.arange(0, PP), tl.arange(0, BC)
-    begin(PDL)
+    lane, tile = tl.program_id(0), tl.program_id(1)
     start, live = tl.load(cursor), tl.load(live_rows)
     end = tl.where(live > 0, start + live, 0)
-    place = row * H + head
-    alive = (head < H) & (row < live)
-    first = query + place[:, None] * ROW
-    q = tl.load(first + column[None, :], mask=alive[:, None] & (column[None, :] < L), other=0.0)
-    q_turned = tl.load(
-        first + L + turned[None, :], mask=alive[:, None] & (turned[None, :] < P), other=0.0
-    )
-    sees = start + row  # the last position
+    m, column, turned = tl.arange(0, HT * ROWS), tl.arange(0, LP), tl.arange(0, PP)
+    n = tl.arange(0, BC)
+    sees = start + m % ROWS  # the last position
     best = tl.full([HT * ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([HT * ROWS], tl.float32)
     mixed = tl.zeros([HT * ROWS, LP], tl.float32)
     mine = tl.maximum((end + C - 1) // C - lane + G - 1, 0) // G  # chunks
+    once = tl.minimum(live, 1)
+    begin(PDL)
+    q, q_turned = _queries(query, live, tile, H, HT, L, LP, P, PP, ROWS)
     for block in range(mine * BLOCKS):
         position = (lane + block // BLOCKS * G) * C + block % BLOCKS * BC
-        here = latents + position.to(tl.int64) * ROW
+        here = latents + position.to(tl.int64) * ROW + n[:, None] * ROW
         held = (position + n < end)[:, None]  # memory behind it may hold anything
-        keys = tl.load(
-            here + n[:, None] * ROW + column[None, :],
-            mask=held & (column[None, :] < L), other=0.0,
-        )  # fmt: skip
         keys_turned = tl.load(
-            here + n[:, None] * ROW + L + turned[None, :],
-            mask=held & (turned[None, :] < P), other=0.0,
-        )  # fmt: skip
-        scores = tl.zeros([HT * ROWS, BC], tl.float32)
-        scores = dot(q, tl.trans(keys), scores, WIDE)
-        scores = dot(q_turned, tl.trans(keys_turned), scores, WIDE)
-        hidden = (position + n)[None, :] > sees[:, None]
-        scores = tl.where(hidden, float("-inf"), scores * SCALE)
+            here + L + turned[None, :], mask=held & (turned[None, :] < P), other=0.0
+        )
+        keys = tl.load(here + column[None, :], mask=held & (column[None, :] < L), other=0.0)
+        scores = _scores(q, q_turned, keys, keys_turned, position, sees, once, SCALE, BC, WIDE)
         new = tl.maximum(best, tl.max(scores, 1))
         # a row that has seen nothing yet: keep the exponent away from inf - inf
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -186,7 +207,10 @@ def _attend_kernel(
         mass = mass * again + tl.sum(weights, 1)
         mixed = dot(weights.to(keys.dtype), keys, mixed * again[:, None], WIDE)
         best = new
-    place += lane * (ROWS * H)
+    # computed anew: kept in registers since the queries, they would spill
+    row, head = m % ROWS, tile * HT + m // ROWS
+    alive = (head < H) & (row < tl.load(live_rows))
+    place = (lane * ROWS + row) * H + head
     tl.store(peaks + place, best, mask=alive)
     tl.store(masses + place, mass, mask=alive)
     written = (alive & (best != float("-inf")))[:, None] & (column[None, :] < L)
@@ -313,10 +337,10 @@ def mla_attend(
     live_rows: Tensor,  # [1] int32, T
     scale: float,
     chunk: int = 128,
-    block: int = 32,
+    block: int = 128,
     heads_per_tile: int = 4,
     warps: int = 8,
-    stages: int = 3,
+    stages: int = 1,
     pdl: bool | None = None,
 ) -> None:
     """Attention of row t over positions 0 to cursor + t, in G parts: lane g has chunks g, g + G...

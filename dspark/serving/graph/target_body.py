@@ -197,6 +197,7 @@ class TargetBody:
             mla_combine(
                 total, peaks, masses, mixer.kv_b, gates, mixed, live_rows=live,
                 lane_block=arena.tuning.mla_lane_block, block=arena.tuning.mla_value_block,
+                warps=arena.tuning.mla_combine_warps,
             )  # fmt: skip
         return self._product("MLA out", "mixed", mixed, mixer.out)
 

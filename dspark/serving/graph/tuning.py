@@ -28,12 +28,13 @@ class Tuning:
     down_block_k: int = 64
     down_warps: int = 4
     down_stages: int = 3
-    mla_lanes: int = 64
-    mla_block: int = 64
-    mla_stages: int = 2
+    mla_lanes: int = 66
+    mla_block: int = 128
+    mla_stages: int = 1
     mla_heads: int = 4
     mla_warps: int = 8
-    mla_lane_block: int = 32
+    mla_lane_block: int = 16
     mla_value_block: int = 128
+    mla_combine_warps: int = 8
     draft_lanes: int = 32
     draft_chunk: int = 64
