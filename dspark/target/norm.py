@@ -6,7 +6,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Float32Module", "RMSNorm"]
+from dspark.target.rows import MOST_ROWS
+
+__all__ = ["Float32Module", "RMSNorm", "reads_prompt"]
+
+
+def reads_prompt(x: Tensor) -> bool:
+    """Whether rows [..., D] are so many, on a GPU and without gradients, that kernels take them.
+
+    The rows of a step stay with the library's own functions, whatever they are computed with.
+    """
+    return x.is_cuda and x.shape[:-1].numel() > MOST_ROWS and not torch.is_grad_enabled()
 
 
 class RMSNorm(nn.Module):
@@ -18,9 +28,22 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] in its own dtype
+        if reads_prompt(x) and x.dtype == self.weight.dtype:
+            from dspark.kernels.prompt_rows import norm_rows
+
+            return norm_rows(x, self.weight, self.eps)[1]
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight
+
+    def added(self, x: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        """x + part, and its norm."""
+        if reads_prompt(x) and x.dtype == part.dtype == self.weight.dtype:
+            from dspark.kernels.prompt_rows import norm_rows
+
+            return norm_rows(x, self.weight, self.eps, part)
+        total = x + part
+        return total, self(total)
 
 
 class Float32Module(nn.Module):
