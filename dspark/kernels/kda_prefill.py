@@ -43,8 +43,8 @@ def _convolved(
         now = tl.load(x + place, mask=here[:, None], other=0.0).to(tl.float32)
         if edge:  # rows before the call
             held = (source < 0) & (row < rows)
-            place = (source + W - 1)[:, None] * tail_row + column[None, :]
-            now += tl.load(tail + place, mask=held[:, None], other=0.0).to(tl.float32)
+            before = (source + W - 1)[:, None] * tail_row + column[None, :]
+            now += tl.load(tail + before, mask=held[:, None], other=0.0).to(tl.float32)
         total += now * tl.load(taps + column * W + tap).to(tl.float32)[None, :]
     return (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
 
