@@ -6,8 +6,8 @@ state; what it leaves of every chunk lets the outputs of all chunks be computed 
 
 Decays are kept as sums from the start of a row's block on. What decays from one block to another is
 a sum of negative numbers, so nothing is lost in differences; within a block (`kda_prefill`) rows
-and columns are decayed from and to its middle, by at most e^40 for decays of e^-5 a row. Products of float32 are
-three TF32 products on a GPU (`precision` "tf32x3"), exact to about 2^-21.
+and columns are decayed from and to its middle, by at most e^40 for decays of e^-5 a row. Products
+of float32 are three TF32 products on a GPU (`precision` "tf32x3"), exact to about 2^-21.
 
 Symbols: T rows of a segment, padded to whole chunks, C = 64 rows of a chunk, B = 16 of a block,
 N chunks, H heads (of this rank), K key size, V value size (equal to it).
