@@ -53,8 +53,8 @@ def _convolved(
 def _inputs_kernel(
     q, k, v, f, b, tail, q_taps, k_taps, v_taps, a_log, dt_bias,
     query, key, value, decays, betas, inverse, mixed, first, rows, padded, x_row, b_row, LOWER,
-    H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
     WIDTH: tl.constexpr = H * K
@@ -89,15 +89,21 @@ def _inputs_kernel(
     beta = tl.load(b + row.to(tl.int64) * b_row + head, mask=live, other=0.0)
     beta = tl.where(live, tl.sigmoid(beta.to(tl.float32)), 0.0)
     tl.store(betas + scratch, beta)
-    # products inside the block, decayed from and to its middle
-    middle = tl.sum(tl.where((r == B // 2)[:, None], total, 0.0), 0)
-    late = total - middle[None, :]
-    early = tl.trans(keys * tl.exp(-late))
-    late = tl.exp(late)
+    # products inside the block, decayed from and to its middle; read back in slices of K, which
+    # costs fewer registers than products of whole rows
+    tl.debug_barrier()
     i, j = r[:, None], r[None, :]
-    system = tl.dot(keys * late, early, input_precision=PRECISION)
+    system, inside = tl.zeros([B, B], tl.float32), tl.zeros([B, B], tl.float32)
+    for step in range(0, K, BK):
+        piece = scratch[:, None] * K + step + tl.arange(0, BK)[None, :]
+        late = tl.load(decays + piece)
+        late = late - tl.sum(tl.where(i == B // 2, late, 0.0), 0)[None, :]
+        mine = tl.load(key + piece)
+        early = tl.trans(mine * tl.exp(-late))
+        late = tl.exp(late)
+        system = tl.dot(mine * late, early, system, input_precision=PRECISION)
+        inside = tl.dot(tl.load(query + piece) * late, early, inside, input_precision=PRECISION)
     system = tl.where(i > j, beta[:, None] * system, 0.0)
-    inside = tl.dot(wanted * late, early, input_precision=PRECISION)
     corner = scratch[:, None] * C + block % (C // B) * B + r[None, :]
     tl.store(mixed + corner, tl.where(i >= j, inside, 0.0))
     # forward substitution: once row `known` of the inverse is final, all below lose their part
@@ -199,8 +205,8 @@ def kda_prefill(
             q, k, v, f, b, tail, *taps, a_log, dt_bias,
             held.query, held.key, held.value, held.decays, held.beta, held.inverse, held.mixed,
             first, rows, padded, q.stride(0) // align, b.stride(0), lower_bound,
-            H=heads, K=size, W=len(tail) + 1, B=BLOCK, C=CHUNK, ALIGN=align,
-            PRECISION=precision, num_warps=4,
+            H=heads, K=size, BK=min(size, 32), W=len(tail) + 1, B=BLOCK, C=CHUNK, ALIGN=align,
+            PRECISION=precision, num_warps=4, num_stages=1,
         )  # fmt: skip
         solve(held, precision)
         chain(held, last if first else state, last, precision)
