@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dspark.kernels.launch import ROWS, begin, flags
 
-__all__ = ["route", "route_reference"]
+__all__ = ["route", "route_reference", "route_rows"]
 
 
 def route_reference(
@@ -61,21 +61,10 @@ def _score(key):
 
 
 @triton.jit
-def _route_kernel(
-    logits, bias, live_rows, ids, factors, SCALE,
-    S: tl.constexpr, E: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, X: tl.constexpr,
-    XP: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+def _best(
+    keys, E: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, X: tl.constexpr, XP: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0)
-    e = tl.arange(0, E)
-    selection = tl.load(bias + e)
-    begin(PDL)
-    rows = tl.load(live_rows)
-    raw = tl.zeros([E], tl.float32)
-    for part in tl.static_range(S):
-        raw += tl.load(logits + (part * ROWS + row) * E + e)
-    # one number for score and id: a maximum is then a single reduction
-    keys = _order(tl.sigmoid(raw) + selection, e, E)
+    """The X best experts of the best groups, best first; [XP]."""
     NONE: tl.constexpr = -(1 << 63)
     SIZE: tl.constexpr = E // G
     grouped = tl.reshape(keys, [G, SIZE])
@@ -95,6 +84,27 @@ def _route_kernel(
         top = tl.max(left, 0)
         found = tl.where(x == slot, E - 1 - (top & 0xFFFFFFFF).to(tl.int32), found)
         left = tl.where(left == top, NONE, left)
+    return found
+
+
+@triton.jit
+def _route_kernel(
+    logits, bias, live_rows, ids, factors, SCALE,
+    S: tl.constexpr, E: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, X: tl.constexpr,
+    XP: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    e = tl.arange(0, E)
+    selection = tl.load(bias + e)
+    begin(PDL)
+    rows = tl.load(live_rows)
+    raw = tl.zeros([E], tl.float32)
+    for part in tl.static_range(S):
+        raw += tl.load(logits + (part * ROWS + row) * E + e)
+    # one number for score and id: a maximum is then a single reduction
+    keys = _order(tl.sigmoid(raw) + selection, e, E)
+    x = tl.arange(0, XP)
+    found = _best(keys, E, G, KEPT, X, XP)
     raw = tl.zeros([XP], tl.float32)
     for part in tl.static_range(S):
         raw += tl.load(logits + (part * ROWS + row) * E + found)
@@ -141,3 +151,51 @@ def route(
         S=splits, E=experts, G=groups, KEPT=kept_groups, X=chosen,
         XP=triton.next_power_of_2(chosen + 1), ROWS=ROWS, num_warps=warps, **flags(logits, pdl),
     )  # fmt: skip
+
+
+@triton.jit
+def _route_rows_kernel(
+    logits, bias, ids, factors, SCALE,
+    E: tl.constexpr, G: tl.constexpr, KEPT: tl.constexpr, X: tl.constexpr, XP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    e, x = tl.arange(0, E), tl.arange(0, XP)
+    keys = _order(tl.sigmoid(tl.load(logits + row * E + e)) + tl.load(bias + e), e, E)
+    found = _best(keys, E, G, KEPT, X, XP)
+    weights = tl.where(x < X, tl.sigmoid(tl.load(logits + row * E + found)), 0.0)
+    weights = weights / (tl.sum(weights) + 1e-20) * SCALE
+    tl.store(factors + row * X + x, weights, mask=x < X)
+    tl.store(ids + row * X + x, found.to(ids.dtype.element_ty), mask=x < X)
+
+
+def route_rows(
+    logits: Tensor,  # [R, E] float32, of any number of rows
+    bias: Tensor,  # [E] float32
+    *,
+    groups: int,
+    kept_groups: int,
+    chosen: int,
+    factor: float,
+) -> tuple[Tensor, Tensor]:  # [R, X] int16, which sort fast; [R, X] float32
+    """`target.moe.Router` behind its product, for a prompt.
+
+    Raises:
+        ValueError: a shape does not fit, or E or G is no power of two.
+    """
+    rows, experts = logits.shape
+    if experts & (experts - 1) or groups & (groups - 1) or experts > 2**15:
+        raise ValueError(
+            f"route_rows wants powers of two, got {experts} experts in {groups} groups"
+        )
+    if bias.shape != (experts,) or not logits.is_contiguous() or logits.dtype != torch.float32:
+        raise ValueError(
+            f"route_rows wants contiguous float32 logits [R, E] and bias [E], got "
+            f"{tuple(logits.shape)} of {logits.dtype} and {tuple(bias.shape)}"
+        )
+    ids = torch.empty(rows, chosen, dtype=torch.int16, device=logits.device)
+    weights = torch.empty(rows, chosen, device=logits.device)
+    _route_rows_kernel[(rows,)](
+        logits, bias, ids, weights, factor, E=experts, G=groups, KEPT=kept_groups, X=chosen,
+        XP=triton.next_power_of_2(chosen), num_warps=1,
+    )  # fmt: skip
+    return ids, weights

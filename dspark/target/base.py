@@ -23,8 +23,8 @@ from dspark.target.rows import padded_rows
 
 __all__ = ["Cache", "Features", "Rows", "Target", "check_layer_ids", "join_taps"]
 
-_PREFILL_ROWS = {"cpu": 512, "cuda": 4096}
-"""Tokens of a piece of a prompt: a GPU waits for the host when pieces are small."""
+_PREFILL_ROWS = {"cpu": 512, "cuda": 8192}
+"""Tokens of a piece of a prompt: a GPU reads the weights of all experts for every piece."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.target.config import LingConfig
+from dspark.target.joined import products
 from dspark.target.norm import Float32Module, RMSNorm
 from dspark.target.state import Call, KDAState
 
@@ -203,6 +204,9 @@ class KDA(Float32Module):
     def forward(self, x: Tensor, call: Call) -> Tensor:  # [B, T, D] -> [B, T, D]
         batch, rows, _ = x.shape
         held = call.kda.get(self.layer) or self.new_state(batch, x.device, x.dtype)
+        if x.is_cuda and self._has_kernels(batch, call):
+            read: Tensor = self.o_proj(self.prompt(x, held))
+            return read
         projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         beta = torch.sigmoid(self.b_proj(x).float())
         log_decay = decay(
@@ -241,3 +245,28 @@ class KDA(Float32Module):
         gated = self.o_norm(out) * torch.sigmoid(gate)
         mixed_out: Tensor = self.o_proj(gated.flatten(2).to(x.dtype))
         return mixed_out
+
+    def _has_kernels(self, batch: int, call: Call) -> bool:
+        """They take one sequence without padding, and have no gradients."""
+        from dspark.kernels.kda_prefill import supported
+
+        whole = not call.by_row and batch == 1 and call.valid is None
+        return whole and not torch.is_grad_enabled() and supported(self.size, self.lower_bound)
+
+    def prompt(self, x: Tensor, held: KDAState) -> Tensor:  # [1, T, D] -> [1, T, H K]
+        """`forward` before `o_proj` by kernels, for one whole sequence; ``held`` moves on."""
+        from dspark.kernels.kda_prefill import kda_prefill
+
+        parts = (self.q_proj, self.k_proj, self.v_proj, self.f_proj, self.g_proj, self.b_proj)
+        projected = products(x[0], parts)
+        tail = held.tail.to(x.dtype)
+        taps = [one.weight[:, 0] for one in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
+        out, state = kda_prefill(
+            projected, tail=tail[0].contiguous(), taps=taps, a_log=self.A_log, dt_bias=self.dt_bias,
+            norm=self.o_norm.weight, state=held.state[0].contiguous(),
+            lower_bound=self.lower_bound, eps=self.o_norm.eps,
+        )  # fmt: skip
+        last = slice(1 - self.width, None)
+        inputs = torch.cat([one[last] for one in projected[:3]], -1)
+        held.move(state[None], torch.cat([tail, inputs[None]], 1))
+        return out[None]

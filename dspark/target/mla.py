@@ -12,6 +12,7 @@ query, V value size, L latent rank.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from dspark.target.config import LingConfig
 from dspark.target.norm import RMSNorm
@@ -71,7 +72,11 @@ class MLA(nn.Module):
             if call.start:
                 assert held is not None
                 latent = held.held[:, : call.start + rows].to(x.dtype)
-            out = self._plain(still, turned, latent, call.hidden)
+            mask = None if call.hidden is None else ~call.hidden
+            if x.is_cuda and call.start and call.valid is None:
+                # the same mask as a rule, which fused attention need not read
+                mask = causal_lower_right(rows, latent.shape[1])
+            out = self._plain(still, turned, latent, mask)
         gate = torch.sigmoid(self.g_proj(x).float())[..., None]
         mixed: Tensor = self.dense((out * gate).to(x.dtype).flatten(2))
         return mixed
@@ -86,7 +91,7 @@ class MLA(nn.Module):
         still: Tensor,  # [B, T, H, N]
         turned: Tensor,  # [B, T, H, P]
         latent: Tensor,  # [B, S, L + P]
-        hidden: Tensor | None,  # [B, 1, T, S] bool; None: causal
+        mask: Tensor | None,  # [B, 1, T, S] bool, True where a position is seen; None: causal
     ) -> Tensor:  # [B, T, H, V]
         rebuilt = self.kv_b_proj(latent[..., : self.rank])
         rebuilt = rebuilt.unflatten(-1, (self.heads, self.nope + self.value))
@@ -99,8 +104,8 @@ class MLA(nn.Module):
             torch.cat([still, turned], -1).transpose(1, 2),
             torch.cat([key, shared], -1).transpose(1, 2),
             wide.transpose(1, 2),
-            attn_mask=None if hidden is None else ~hidden,
-            is_causal=hidden is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.scale,
         )
         return out.transpose(1, 2)[..., : self.value]

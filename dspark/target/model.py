@@ -42,8 +42,9 @@ class Layer(nn.Module):
         )
 
     def forward(self, h: Tensor, call: Call, reduce: Reduce) -> Tensor:  # [B, T, D]
-        h = h + reduce(self.attention(self.input_layernorm(h), call))
-        out: Tensor = h + reduce(self.mlp(self.post_attention_layernorm(h), call.by_row))
+        mixed = reduce(self.attention(self.input_layernorm(h), call))
+        h, x = self.post_attention_layernorm.added(h, mixed)
+        out: Tensor = h + reduce(self.mlp(x, call.by_row))
         return out
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.target.config import LingConfig
-from dspark.target.norm import Float32Module
+from dspark.target.joined import products
+from dspark.target.norm import Float32Module, reads_prompt
 from dspark.target.rows import MOST_ROWS
 
 __all__ = ["MLP", "Experts", "MoE", "Router", "limited_swiglu"]
@@ -37,7 +38,14 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor, by_row: bool = False) -> Tensor:  # [B, T, D]
-        out: Tensor = self.down_proj(limited_swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+        if reads_prompt(x):
+            from dspark.kernels.prompt_rows import limited_swiglu_rows
+
+            gate, up = products(x, (self.gate_proj, self.up_proj))
+            inner = limited_swiglu_rows(gate, up, self.limit)
+        else:
+            inner = limited_swiglu(self.gate_proj(x), self.up_proj(x), self.limit)
+        out: Tensor = self.down_proj(inner)
         return out
 
 
@@ -67,6 +75,26 @@ class Router(Float32Module):
         ids = biased.masked_fill(~allowed, float("-inf")).topk(self.chosen, -1).indices
         weights = scores.gather(1, ids)
         return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.factor
+
+    def prompt(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [R, D] -> [R, X] int16, [R, X] float32
+        """`forward` by kernels, for many rows."""
+        from dspark.kernels.router import route_rows
+
+        if x.dtype == self.weight.dtype == torch.bfloat16 and x.is_cuda:
+            # products of bfloat16 are exact in float32
+            logits = torch.mm(x, self.weight.T, out_dtype=torch.float32)
+        else:
+            logits = F.linear(x.float(), self.weight.float())
+        return route_rows(
+            logits, self.expert_bias, groups=self.groups, kept_groups=self.kept_groups,
+            chosen=self.chosen, factor=self.factor,
+        )  # fmt: skip
+
+    def has_kernels(self, x: Tensor) -> bool:
+        """Whether `prompt` takes these rows."""
+        experts = len(self.weight)
+        powers = not (experts & (experts - 1) or self.groups & (self.groups - 1))
+        return reads_prompt(x) and powers and experts <= 2**15
 
 
 class Experts(nn.Module):
@@ -104,7 +132,7 @@ class Experts(nn.Module):
         order = ids.flatten().argsort(stable=True)
         rows = x.index_select(0, order // ids.shape[1])
         counts = ids.flatten().bincount(minlength=len(self.down))
-        if self._groupable():
+        if self.groupable():
             ends = counts.cumsum(0, dtype=torch.int32)
             gate, up = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
             inner = limited_swiglu(gate, up, self.limit)
@@ -122,7 +150,27 @@ class Experts(nn.Module):
         each = parts.index_select(0, places).view(*ids.shape, -1).float()
         return (each * weights[..., None]).sum(1)
 
-    def _groupable(self) -> bool:
+    def prompt(
+        self,
+        x: Tensor,  # [R, D]
+        ids: Tensor,  # [R, X] int16
+        weights: Tensor,  # [R, X] float32
+        shared: Tensor | None,  # [R, D], output of the shared expert
+    ) -> Tensor:  # [R, D]
+        """`by_expert` and the shared expert by kernels, if `groupable`; the host need not wait."""
+        from dspark.kernels.expert_sum import expert_sum
+        from dspark.kernels.prompt_rows import expert_rows, limited_swiglu_rows
+
+        ordered, order = ids.flatten().sort(stable=True)
+        rows, places = expert_rows(x, order, ids.shape[1])
+        experts = torch.arange(len(self.down), dtype=ids.dtype, device=ids.device)
+        ends = torch.searchsorted(ordered, experts, right=True, out_int32=True)
+        gate, up = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+        inner = limited_swiglu_rows(gate, up, self.limit)
+        parts = F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+        return expert_sum(parts, places, weights, shared).to(x.dtype)
+
+    def groupable(self) -> bool:
         """Whether the library's grouped product takes these weights (its rows: 16 bytes)."""
         size = self.down.element_size()
         aligned = all(width * size % 16 == 0 for width in self.down.shape[1:])
@@ -143,6 +191,10 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, by_row: bool = False) -> Tensor:  # [B, T, D] -> [B, T, D]
         flat = x.flatten(0, 1)
+        if self.gate.has_kernels(flat) and self.experts.groupable():
+            ids, weights = self.gate.prompt(flat)
+            shared = None if self.shared_experts is None else self.shared_experts(flat)
+            return self.experts.prompt(flat, ids, weights, shared).view_as(x)
         ids, weights = self.gate(flat)
         few = by_row and len(flat) <= MOST_ROWS
         experts = self.experts.by_row if few else self.experts.by_expert

@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Float32Module", "RMSNorm", "rms_norm"]
+from dspark.target.rows import MOST_ROWS
+
+__all__ = ["Float32Module", "RMSNorm", "reads_prompt", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., size] in the dtype of x
@@ -14,6 +16,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., size] in
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight
+
+
+def reads_prompt(x: Tensor) -> bool:
+    """Whether rows [..., D] are so many, on a GPU and without gradients, that kernels take them.
+
+    The rows of a step stay with the library's own functions, whatever they are computed with.
+    """
+    return x.is_cuda and x.shape[:-1].numel() > MOST_ROWS and not torch.is_grad_enabled()
 
 
 class RMSNorm(nn.Module):
@@ -25,7 +35,20 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] in its own dtype
+        if reads_prompt(x) and x.dtype == self.weight.dtype:
+            from dspark.kernels.prompt_rows import norm_rows
+
+            return norm_rows(x, self.weight, self.eps)[1]
         return rms_norm(x, self.weight, self.eps)
+
+    def added(self, x: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        """x + part, and its norm."""
+        if reads_prompt(x) and x.dtype == part.dtype == self.weight.dtype:
+            from dspark.kernels.prompt_rows import norm_rows
+
+            return norm_rows(x, self.weight, self.eps, part)
+        total = x + part
+        return total, self(total)
 
 
 class Float32Module(nn.Module):

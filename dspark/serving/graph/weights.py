@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.draft.layers import DraftLayer
 from dspark.target.config import LingConfig
+from dspark.target.joined import in_a_row
 from dspark.target.kda import KDA
 from dspark.target.mla import MLA
 from dspark.target.model import Layer, LingModel
@@ -286,25 +287,13 @@ def _together(linears: Sequence[nn.Module]) -> Tensor:
     """One matrix of all of them, of which their weights become rows."""
     weights: list[nn.Parameter] = [linear.weight for linear in linears]  # type: ignore[misc]
     rows = sum(len(weight) for weight in weights)
-    if (held := _in_a_row([weight.data for weight in weights])) is not None:
+    if (held := in_a_row([weight.data for weight in weights])) is not None:
         return held.view(rows, *weights[0].shape[1:])
     whole = torch.cat([weight.data for weight in weights])
     parts = torch.split(whole, [len(one) for one in weights])
     for weight, part in zip(weights, parts, strict=True):
         weight.data = part
     return whole
-
-
-def _in_a_row(parts: Sequence[Tensor]) -> Tensor | None:
-    """All values of ``parts``, flat, if each begins where the one before ends."""
-    first, end = parts[0], parts[0].storage_offset()
-    for part in parts:
-        # by the storage itself: without memory, as on "meta", all addresses are alike
-        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata
-        if not same or part.storage_offset() != end or not part.is_contiguous():
-            return None
-        end += part.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
 
 
 def _kda(mixer: KDA) -> KDAMixer:
@@ -362,7 +351,7 @@ def _experts(ffn: MoE) -> ExpertFFN:
 def _stack(routed: Tensor, shared: Sequence[Tensor]) -> Tensor:
     """One stack of the routed experts and, behind them, the matrices of the shared one."""
     shape = (len(routed) + 1, *routed.shape[1:])
-    if (held := _in_a_row([routed.data, *(one.data for one in shared)])) is not None:
+    if (held := in_a_row([routed.data, *(one.data for one in shared)])) is not None:
         return held.view(shape)
     stack = torch.empty(shape, dtype=routed.dtype, device=routed.device)
     stack[:-1] = routed.data
