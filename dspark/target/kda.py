@@ -251,7 +251,9 @@ class KDA(Float32Module):
         from dspark.kernels.kda_prefill import supported
 
         whole = not call.by_row and batch == 1 and call.valid is None
-        return whole and not torch.is_grad_enabled() and supported(self.size, self.lower_bound)
+        # compiled by Triton 3.6 for heads of 16, they read behind their shared memory
+        fits = self.size >= 128 and supported(self.size, self.lower_bound)
+        return whole and not torch.is_grad_enabled() and fits
 
     def prompt(self, x: Tensor, held: KDAState) -> Tensor:  # [1, T, D] -> [1, T, H K]
         """`forward` before `o_proj` by kernels, for one whole sequence; ``held`` moves on."""

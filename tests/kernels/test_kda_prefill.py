@@ -83,10 +83,15 @@ def relative(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
+def size(device: torch.device) -> int:
+    """Of a head: small ones are sooner done by the interpreter, and do not compile for a GPU."""
+    return 128 if device.type == "cuda" else 16
+
+
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 63, 64, 65, 200])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_prompt_is_its_recurrence(rows: int, seed: int, device: torch.device) -> None:
-    case = Case(rows, 3, 16, seed, device)
+    case = Case(rows, 3, size(device), seed, device)
     (out, state), (expected, last) = case.kernel(), case.reference()
     torch.testing.assert_close(out, expected, rtol=2e-4, atol=2e-5)
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
@@ -99,7 +104,7 @@ def test_a_prompt_is_its_recurrence(rows: int, seed: int, device: torch.device) 
 def test_the_ends_of_the_range_of_decays(
     raw: float, rows: int, seed: int, device: torch.device
 ) -> None:
-    case = Case(rows, 2, 16, seed, device, raw=raw)
+    case = Case(rows, 2, size(device), seed, device, raw=raw)
     (out, state), (expected, last) = case.kernel(), case.reference()
     torch.testing.assert_close(out, expected, rtol=5e-4, atol=1e-4)
     assert relative(state, last) < 1e-5
@@ -116,7 +121,7 @@ def test_heads_of_128(raw: float | None, seed: int, device: torch.device) -> Non
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_roundings_are_those_of_the_layer(seed: int, device: torch.device) -> None:
-    case = Case(70, 2, 16, seed, device, torch.bfloat16)
+    case = Case(70, 2, size(device), seed, device, torch.bfloat16)
     (out, state), (expected, last) = case.kernel(), case.reference()
     # on a GPU a rounding of an input may fall to the other side; the interpreter cuts off instead
     limit = 4e-3 if device.type == "cuda" else 2e-2
@@ -126,7 +131,7 @@ def test_the_roundings_are_those_of_the_layer(seed: int, device: torch.device) -
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 64, 90])
 def test_a_second_call_goes_on_from_the_first(cut: int, device: torch.device) -> None:
-    case = Case(133, 2, 16, 5, device)
+    case = Case(133, 2, size(device), 5, device)
     expected, last = case.reference()
     first, middle = case.kernel(slice(0, cut))
     tail = torch.cat([case.tail, case.whole[:cut, : 3 * case.width]])[-3:]
@@ -136,7 +141,7 @@ def test_a_second_call_goes_on_from_the_first(cut: int, device: torch.device) ->
 
 
 def test_segments_and_strides_change_nothing(device: torch.device) -> None:
-    case = Case(150, 2, 16, 6, device)
+    case = Case(150, 2, size(device), 6, device)
     out, state = case.kernel()
     for segment, split in ((64, False), (128, True), (4096, True)):
         other, end = case.kernel(segment=segment, split=split)
@@ -145,7 +150,7 @@ def test_segments_and_strides_change_nothing(device: torch.device) -> None:
 
 
 def test_what_lies_behind_the_rows_does_not_matter(device: torch.device) -> None:
-    case = Case(40, 2, 16, 7, device)
+    case = Case(40, 2, size(device), 7, device)
     out, state = case.kernel(slice(0, 21))
     case.whole[21:] = torch.nan
     other, end = case.kernel(slice(0, 21))
@@ -155,7 +160,7 @@ def test_what_lies_behind_the_rows_does_not_matter(device: torch.device) -> None
 
 
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
-    case = Case(20, 2, 16, 8, device)
+    case = Case(20, 2, size(device), 8, device)
     with pytest.raises(ValueError, match="segments of whole chunks"):
         case.kernel(segment=100)
     with pytest.raises(ValueError, match="wants contiguous tail"):
@@ -171,7 +176,7 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_the_layer_reads_a_prompt_in_parts(together: bool, device: torch.device) -> None:
-    config = LingConfig.from_dict(TINY_LING["flash"])
+    config = LingConfig.from_dict(TINY_LING["flash"] | {"head_dim": size(device)})
     layer = KDA(config, 0).requires_grad_(False)
     generator = torch.Generator().manual_seed(9)
     for parameter in layer.parameters():
@@ -186,6 +191,6 @@ def test_the_layer_reads_a_prompt_in_parts(together: bool, device: torch.device)
     held = layer.new_state(1, device, torch.float32)
     parts = [layer.prompt(piece, held) for piece in x.split([66, 2, 2], 1)]
     out = layer.o_proj(torch.cat(parts, 1))
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(held.state, plain.state, rtol=1e-4, atol=1e-5)
+    assert relative(out, expected) < 1e-5
+    assert relative(held.state, plain.state) < 1e-5
     torch.testing.assert_close(held.tail, plain.tail)

@@ -14,7 +14,7 @@ class Tuning:
 
     norm_warps: int = 32
     combine_warps: int = 32
-    kda_block_v: int = 4
+    kda_block_v: int = 2
     kda_warps: int = 1
     out_block_n: int = 128
     out_parts: int = 8
