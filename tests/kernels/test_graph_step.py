@@ -140,8 +140,10 @@ def test_a_few_steps_are_those_of_the_reference(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_logits_are_those_of_the_reference() -> None:
+    """In float32: in bfloat16 a router's choice between two experts may fall to the other side."""
     device = torch.device("cuda")
-    target = ling(device)
+    target = tiny_ling("flash", dtype=torch.float32)
+    target.model.to(device)
     step = GraphStep(target, None, context=512)
     for seed in range(4):
         ids = prompt(seed, 40 + 30 * seed)
@@ -152,7 +154,7 @@ def test_logits_are_those_of_the_reference() -> None:
         target.prefill(cache, torch.tensor(ids))
         rows = target.verify(cache, torch.tensor([first]))
         found = step.arena.parts("logits", 1, 512)[0, 0]
-        torch.testing.assert_close(found, rows.logits[0].float(), rtol=0.05, atol=0.15)
+        torch.testing.assert_close(found, rows.logits[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu

@@ -28,8 +28,9 @@ def close(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_norms(dtype: torch.dtype, size: int, seed: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(seed)
-    norm = RMSNorm(size, 1e-6).requires_grad_(False).to(device, dtype)
+    norm = RMSNorm(size, 1e-6).requires_grad_(False)
     norm.weight.data.normal_(generator=generator)
+    norm.to(device, dtype)
     wide = torch.randn(1, 7, 2 * size, generator=generator).to(device, dtype)
     x, part = wide.chunk(2, -1)  # rows with a stride
     same, normed = norm_rows(x, norm.weight, norm.eps)
