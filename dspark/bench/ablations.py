@@ -1,7 +1,7 @@
 """Techniques of the decode step that `dspark bench step --ablate` turns off, one at a time.
 
 Each gives way to what an engine without it does: torch's launches in place of a fused kernel, wide
-weights in place of narrow ones. What is left out stays inside the captured graph, so that a
+weights in place of narrow ones. Those of kernels stay inside the captured graph, so that a
 difference is that of the technique and not of an eager segment.
 """
 
@@ -87,7 +87,7 @@ def _routing_by_torch() -> contextlib.AbstractContextManager[None]:
 
 def _wide_products() -> contextlib.AbstractContextManager[None]:
     wide: dict[int, Tensor] = {}
-    plain, head = target_body.product, target_body.head_logits
+    plain = target_body.product
 
     def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
         if weight.data_ptr() not in wide:
@@ -102,7 +102,7 @@ def _wide_products() -> contextlib.AbstractContextManager[None]:
         return out
 
     def head_logits(arena: Arena, component: str, weight: Tensor) -> Tensor:
-        out = head(arena, "nothing", weight)
+        out = arena.parts("logits", 1, len(weight))[0]
         multiply(arena.normed, weight, out)
         return out
 

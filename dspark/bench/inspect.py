@@ -12,7 +12,9 @@ from dspark.decoding.reference_step import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError, DSparkError, TargetError
 from dspark.export.config_json import from_json
+from dspark.export.load import TargetShape, check_fit
 from dspark.provenance import read_object
+from dspark.serving.graph.weights import unsupported_shapes
 from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
 from dspark.target.config import LingConfig, is_ling
 from dspark.target.sizes import Routing, parameter_counts, rank_bytes, step_bytes
@@ -62,7 +64,7 @@ def inspect(
         if config.is_fp8:
             report["note"] = "the checkpoint holds fp8 blocks; bytes are those of bf16, as loaded"
         if plan:
-            report["memory_plan"] = _plan(config, ranks, draft, context)
+            report["memory_plan"] = _plan(config, ranks, draft, context, where)
         if verify_tokens:
             most = config.max_position_embeddings
             if context is not None and context > most:
@@ -89,13 +91,14 @@ def inspect(
 def _step(
     config: LingConfig, ranks: int, tokens: int, routing: Routing, context: int
 ) -> dict[str, Any]:
+    routing.check(config, tokens)
     step = step_bytes(config, ranks, tokens, routing, context)
     floors = {f"floor_us_{name}": step.floor_us(speed) for name, speed in _BANDWIDTH.items()}
     return {**asdict(step), "weights": step.weights, "total": step.total, **floors}
 
 
 def _plan(
-    config: LingConfig, ranks: int, draft: str | Path | None, context: int | None
+    config: LingConfig, ranks: int, draft: str | Path | None, context: int | None, where: str
 ) -> dict[str, Any]:
     shape, nextn = None, False
     if isinstance(draft, str) and draft.partition(":")[0] == "nextn":
@@ -105,11 +108,19 @@ def _plan(
                 f"draft must be a config.json or nextn:N with N in 1..{MAX_PROPOSALS}, got "
                 f"'{draft}'"
             )
+    elif draft is not None and not Path(draft).exists():
+        raise ConfigError(
+            f"draft must be a config.json, its directory or nextn:N with N in "
+            f"1..{MAX_PROPOSALS} (none: leave it out), got '{draft}'"
+        )
     elif draft is not None:
         draft = Path(draft)
         file = draft / "config.json" if draft.is_dir() else draft
         raw = read_object(file, TargetError)
         shape = from_json(raw, str(file), target_layers=config.num_hidden_layers)
+        check_fit(shape, TargetShape.of(config, where), str(file))
+    if reason := unsupported_shapes(config, shape, ranks):
+        raise TargetError(f"{where}: the graph engine has no plan for it: {reason}")
     if context is None:
         context = min(DEFAULT_CONTEXT, config.max_position_embeddings)
     return MemoryPlan(config, shape, context, ranks, nextn).to_dict()

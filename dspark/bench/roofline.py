@@ -147,7 +147,11 @@ def roofline(
         raise ConfigError(f"tokens must lie in 1..{most}, the rows of a step, got {tokens}")
     if not 0 < terabytes_per_s < float("inf"):
         raise ConfigError(f"bandwidth must be a number above 0, got {terabytes_per_s}")
-    experts = Routing.parse(routing).experts(config, tokens)
+    if not 0 <= context <= config.max_position_embeddings:
+        raise ConfigError(f"context must lie in 0..{config.max_position_embeddings}, got {context}")
+    chosen = Routing.parse(routing)
+    chosen.check(config, tokens)
+    experts = chosen.experts(config, tokens)
     with torch.device("meta"):
         target = TargetWeights.of(LingModel(config, ranks=ranks).to(torch.bfloat16))
         draft = None

@@ -22,10 +22,11 @@ from dspark.bench.ablations import without
 from dspark.bench.draft_shape import nextn_proposals, official_shape
 from dspark.bench.roofline import Floor, step_floor
 from dspark.decoding import DecodeParams
-from dspark.decoding.reference_step import MAX_PROPOSALS
-from dspark.draft import DSparkDraftModel
+from dspark.decoding.reference_step import MAX_PROPOSALS, draft_limit
+from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
+from dspark.export.load import TargetShape, check_fit
 from dspark.provenance import read_object
 from dspark.serving.graph.decoder import wait_for
 from dspark.serving.graph.step import GraphStep
@@ -34,7 +35,7 @@ from dspark.target.config import LingConfig
 from dspark.target.sizes import Routing
 from dspark.target.synthetic import random_model
 
-__all__ = ["StepBench", "StepOptions", "StepTimes", "accept_schedule"]
+__all__ = ["Settled", "StepBench", "StepOptions", "StepTimes", "accept_schedule"]
 
 _EXCHANGE_US = 6.0
 """Assumed time of one exchange between ranks (a sum of 16 rows, fused with the norm)."""
@@ -76,6 +77,15 @@ class StepOptions:
         for name, low in (("ranks", 1), ("context", 1), ("steps", 10)):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be >= {low}, got {getattr(self, name)}")
+        if not 1 <= self.block_size <= MAX_PROPOSALS + 1:
+            raise ConfigError(
+                f"block_size must lie in 1..{MAX_PROPOSALS + 1}, got {self.block_size}"
+            )
+        if self.num_draft_tokens is not None and self.num_draft_tokens < 1 and draft_on(self):
+            raise ConfigError(
+                f"tokens must be >= 2 with a draft, the anchor and its proposals, got "
+                f"{self.num_draft_tokens + 1}; one row is --draft none"
+            )
 
     @property
     def nextn(self) -> int:
@@ -132,6 +142,54 @@ def accept_schedule(accept_length: float, proposals: int, length: int = 512) -> 
     return schedule
 
 
+@dataclass(frozen=True)
+class Settled:
+    """What options come to for a target, known before anything is filled."""
+
+    shape: DSparkConfig | None
+    """Of the draft model."""
+    proposals: int
+    """Most of a step."""
+    schedule: list[int]
+    """Accepted proposals of each step in turn."""
+
+    @classmethod
+    def of(cls, options: StepOptions, config: LingConfig) -> "Settled":
+        """Check the options against the target.
+
+        Raises:
+            ConfigError: a value does not fit it.
+        """
+        most = config.max_position_embeddings - _OUTPUT - MAX_PROPOSALS - 1
+        if options.context > most:
+            raise ConfigError(
+                f"context must be <= {most} ({_OUTPUT} tokens of output follow, and the model has "
+                f"{config.max_position_embeddings} positions), got {options.context}"
+            )
+        if not draft_on(options):
+            if options.accept_length not in (None, 1):
+                raise ConfigError(
+                    f"accept length must be 1 without a draft, got {options.accept_length}"
+                )
+            return cls(None, 0, [0])
+        shape, block = None, options.nextn
+        if not block:
+            path = options.draft_config
+            raw: dict[str, Any] = (
+                official_shape(config, options.block_size)
+                if path is None
+                else read_object(path, ConfigError)
+            )
+            where = str(path or "draft")
+            shape = from_json(raw, where, target_layers=config.num_hidden_layers)
+            check_fit(shape, TargetShape.of(config, str(options.config)), where)
+            block = shape.block_size or 0
+        wanted = options.num_draft_tokens
+        proposals = draft_limit(block, min(block, MAX_PROPOSALS) if wanted is None else wanted)
+        accept = (1 + proposals) / 2 if options.accept_length is None else options.accept_length
+        return cls(shape, proposals, accept_schedule(accept, proposals))
+
+
 class StepBench:
     """A rank with synthetic weights, ready to step.
 
@@ -147,16 +205,17 @@ class StepBench:
         self.device = torch.device("cuda")
         self.config = LingConfig.from_file(options.config)
         self.routing = Routing.parse(options.routing)
+        settled = Settled.of(options, self.config)
         if shared is None:
             self.target, self.embedding = self._filled(with_nextn or options.nextn > 0)
         else:
             self.target, self.embedding = shared.target, shared.embedding
-        draft = self._draft() if options.draft == "dspark" else None
+        draft = self._draft(settled.shape) if settled.shape is not None else None
         self.step = GraphStep(
             self.target,
             draft,
             context=min(options.context + 2 * _OUTPUT, self.config.max_position_embeddings),
-            num_draft_tokens=options.num_draft_tokens or (draft.block_size if draft else None),
+            num_draft_tokens=settled.proposals or None,
             embedding=self.embedding,
             nextn=options.nextn,
         )
@@ -166,8 +225,7 @@ class StepBench:
         for cache in self.step.caches.tensors():
             cache.normal_(0, 0.1, generator=generator)
         self.rows = self.step.limit + 1
-        accept = options.accept_length or (1 + self.step.limit) / 2
-        self.schedule = accept_schedule(accept, self.step.limit) if draft_on(options) else [0]
+        self.schedule = settled.schedule
         self.experts = self._route()
 
     def floor(self, bandwidth: float) -> Floor:
@@ -244,14 +302,7 @@ class StepBench:
             embedding.normal_(0, 0.02)
         return LingTarget(model, "synthetic"), embedding
 
-    def _draft(self) -> DSparkDraftModel:
-        path = self.options.draft_config
-        config = self.config
-        if path is None:
-            raw: dict[str, Any] = official_shape(config, self.options.block_size)
-        else:
-            raw = read_object(path, ConfigError)
-        shape = from_json(raw, str(path or "draft"), target_layers=config.num_hidden_layers)
+    def _draft(self, shape: DSparkConfig) -> DSparkDraftModel:
         with torch.device("meta"):
             draft = DSparkDraftModel(shape)
         draft.to(torch.bfloat16).to_empty(device=self.device)

@@ -7,8 +7,10 @@ import torch
 
 from dspark.bench.ablations import ABLATIONS
 from dspark.bench.report import environment, print_table
-from dspark.bench.step import StepBench, StepOptions, exchange_us
+from dspark.bench.step import Settled, StepBench, StepOptions, exchange_us
 from dspark.kernels.read_stream import read_bandwidth
+from dspark.target.config import LingConfig
+from dspark.target.sizes import Routing
 
 __all__ = ["TABLE", "compare", "measure", "print_comparison", "print_report"]
 
@@ -25,6 +27,9 @@ def measure(options: StepOptions, *, ablate: bool = False) -> dict[str, Any]:
         ConfigError: no GPU, or an option that does not fit the target.
         RunError: a step gave no result.
     """
+    config = LingConfig.from_file(options.config)
+    rows = 1 + Settled.of(options, config).proposals
+    Routing.parse(options.routing).check(config, rows)
     bench = StepBench(options)
     bandwidth = read_bandwidth(bench.device)
     floor = bench.floor(bandwidth)
@@ -74,13 +79,19 @@ def compare(options: StepOptions) -> dict[str, Any]:
     """
     rows: list[dict[str, Any]] = []
     bench, bandwidth = None, 0.0
-    for draft, accept_length in TABLE:
-        mine = replace(
+    every = [
+        replace(
             options,
             draft=draft,
             accept_length=accept_length,
             num_draft_tokens=options.num_draft_tokens if draft == "dspark" else None,
         )
+        for draft, accept_length in TABLE
+    ]
+    config = LingConfig.from_file(options.config)
+    for mine in every:
+        Settled.of(mine, config)
+    for mine in every:
         bench = StepBench(mine, bench, with_nextn=True)
         bandwidth = bandwidth or read_bandwidth(bench.device)
         floor = bench.floor(bandwidth)
@@ -88,7 +99,7 @@ def compare(options: StepOptions) -> dict[str, Any]:
         summary = bench.run().summary()
         rows.append(
             {
-                "draft": draft,
+                "draft": mine.draft,
                 "rows": bench.rows,
                 "distinct_experts": bench.experts,
                 "exchanges_left_out": bench.exchanges,
@@ -118,6 +129,7 @@ def print_comparison(report: dict[str, Any]) -> None:
         [
             row["draft"],
             f"{row['rows']}",
+            f"{row['distinct_experts']:.1f}",
             f"{row['accept_length']:.2f}",
             f"{row['step_us_p50']:,.0f}",
             f"{row['tpot_us']:,.0f}",
@@ -130,8 +142,8 @@ def print_comparison(report: dict[str, Any]) -> None:
     gpu = ", ".join(report["environment"]["gpus"])
     print_table(
         f"decode step by draft, context {report['context']}, routing {report['routing']}, {gpu}",
-        ["draft", "rows", "accept length", "step p50 us", "TPOT us", "floor us", "p50 / floor",
-         "exchanges left out"],
+        ["draft", "rows", "experts a layer", "accept length", "step p50 us", "TPOT us", "floor us",
+         "p50 / floor", "exchanges left out"],
         table,
         note=f"SYNTHETIC weights, SIMULATED acceptance, one rank of {report['ranks']}; reads "
         f"{report['read_tb_s']:.2f} TB/s",

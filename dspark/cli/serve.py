@@ -25,7 +25,8 @@ def _serve(
         str, typer.Option(help="auto, reference or graph (Ling-3.0 on a GPU).")
     ] = "auto",
     context: Annotated[
-        int | None, typer.Option(help="Positions of prompt and output; graph: 32768 or less.")
+        int | None,
+        typer.Option(help="Positions of prompt and output; none, graph: 32768, or what fits."),
     ] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Proposals a round.")] = None,
     confidence_threshold: Annotated[float, typer.Option(help="0 never cuts a block.")] = 0.0,
@@ -155,6 +156,7 @@ def _bench_step(
     _needs_gpu("dspark bench step", "dspark bench roofline gives the least time without one")
     from dspark.bench.step import StepOptions
     from dspark.bench.step_report import compare, measure, print_comparison, print_report
+    from dspark.errors import ConfigError
 
     options = StepOptions(
         config=_target_config(target),
@@ -169,6 +171,11 @@ def _bench_step(
         steps=steps,
         seed=seed,
     )
+    if table and (ablate or draft != "dspark" or simulate_accept_length is not None):
+        raise ConfigError(
+            "--table runs its own drafts and accept lengths: leave out --ablate, --draft and "
+            "--simulate-accept-length"
+        )
     if table:
         report = compare(options)
         print_comparison(report)

@@ -5,6 +5,7 @@ both numbers: missing or surplus tensors, another vocabulary, layers the target 
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from dspark.export.place import PROVENANCE_NAME
 from dspark.export.template import warn_of_another_target
 from dspark.export.tensors import FROZEN, misfits, read_tensors
 from dspark.target import Target
+from dspark.target.config import LingConfig
 
-__all__ = ["build_draft", "check_fit", "load_draft", "read_config"]
+__all__ = ["TargetShape", "build_draft", "check_fit", "load_draft", "read_config"]
 
 _TRAINING_FILES = ("trainer_state.json", "optimizer.pt", "latest")
 
@@ -96,7 +98,29 @@ def _directory(path: str | Path) -> Path:
     return directory
 
 
-def check_fit(config: DSparkConfig, target: Target, where: str) -> None:
+@dataclass(frozen=True)
+class TargetShape:
+    """What `check_fit` asks of a target, before one is loaded."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+
+    @classmethod
+    def of(cls, config: LingConfig, name: str) -> "TargetShape":
+        """Of a Ling-3.0 model."""
+        return cls(
+            name,
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.vocab_size,
+            config.max_position_embeddings,
+        )
+
+
+def check_fit(config: DSparkConfig, target: Target | TargetShape, where: str) -> None:
     """Does a draft of this shape belong to ``target``?
 
     Raises:

@@ -175,7 +175,7 @@ def kda_prefill(
     if any(one.shape != q.shape or one.stride() != q.stride() for one in wide) or q.stride(1) != 1:
         raise ValueError(
             "kda_prefill wants q, k, v, f, g of one shape [T, H K] and one stride, got "
-            f"{[tuple(one.shape) for one in (q, *wide)]}"
+            f"{[(tuple(one.shape), one.stride()) for one in (q, *wide)]}"
         )
     if not supported(size, lower_bound) or width != heads * size or segment % CHUNK or not rows:
         raise ValueError(

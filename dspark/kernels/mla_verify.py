@@ -3,9 +3,9 @@
 `mla_prepare` moves the key product to the query, rotates, and appends the latents of the live rows
 behind the cursor, so that a step that is taken back only moves the cursor. `mla_attend` reads the
 cache once for several heads and all rows: lanes take fixed chunks of absolute positions by turns,
-and a chunk that a row may not see changes nothing in it. `mla_combine` adds the lanes in order,
-rebuilds the value and gates it. Source and definition: `target.mla`; one difference: probabilities
-are rounded to the model's dtype before they multiply the latents (their sum is not).
+and a chunk that a row may not see changes nothing in it. `mla_combine` adds the lanes in a fixed
+order, rebuilds the value and gates it. Source and definition: `target.mla`; one difference:
+probabilities are rounded to the model's dtype before they multiply the latents (their sum is not).
 
 Symbols: R = 16 rows, T live rows, H heads (of this rank), N unrotated and P rotated size of a
 query, L latent rank, V value size, S partial sums, C chunk of positions, G lanes.

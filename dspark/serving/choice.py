@@ -15,7 +15,7 @@ from dspark import kernels
 from dspark.config import TargetSettings
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
-from dspark.export.load import read_config
+from dspark.export.load import TargetShape, check_fit, read_config
 from dspark.serving.engine import Decoder, end_ids, proposals
 from dspark.serving.graph.weights import unsupported_shapes
 from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
@@ -61,6 +61,7 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
     reason, shape = obstacle(config, None, device, dtype), None
     if reason is None and config is not None and draft is not None:
         shape = read_config(draft, target_layers=config.num_hidden_layers)
+        check_fit(shape, TargetShape.of(config, target.path), draft)
         reason = obstacle(config, shape, device, dtype)
     if reason is not None:
         _refuse(settings, reason)

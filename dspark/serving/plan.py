@@ -17,6 +17,7 @@ from rich.table import Table
 
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
+from dspark.target.base import PREFILL_ROWS
 from dspark.target.config import LingConfig
 from dspark.target.rows import CHUNK
 from dspark.target.rows import MOST_ROWS as ROWS
@@ -29,10 +30,10 @@ DEFAULT_CONTEXT = 32768
 _WIDE, _NARROW = 4, 2
 """Bytes of a float32 and of a bfloat16."""
 _GUARD = 2 * ROWS
-_LANES = 64
+_LANES = 66
 _MOST_SPLITS = 8
 _CANDIDATES = 128
-_PIECE = 4096
+_PIECE = PREFILL_ROWS["cuda"]
 """Positions of a prompt that are read together."""
 _SMALL = 1 << 20
 """State, records, parts of the vocabulary, bounds of filters."""

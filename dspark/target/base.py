@@ -21,9 +21,9 @@ from dspark.errors import TargetError
 from dspark.kernels.packed_linear import pack_linears
 from dspark.target.rows import padded_rows
 
-__all__ = ["Cache", "Features", "Rows", "Target", "check_layer_ids", "join_taps"]
+__all__ = ["PREFILL_ROWS", "Cache", "Features", "Rows", "Target", "check_layer_ids", "join_taps"]
 
-_PREFILL_ROWS = {"cpu": 512, "cuda": 8192}
+PREFILL_ROWS = {"cpu": 512, "cuda": 8192}
 """Tokens of a piece of a prompt: a GPU reads the weights of all experts for every piece."""
 
 
@@ -158,7 +158,7 @@ class Target(ABC):
         """Run a prompt [S] behind the cursor and commit it; logits of its last token only."""
         taps, kept = [], []
         hidden = None
-        size = _PREFILL_ROWS.get(self.device.type, _PREFILL_ROWS["cpu"])
+        size = PREFILL_ROWS.get(self.device.type, PREFILL_ROWS["cpu"])
         for piece in torch.split(input_ids.to(self.device), size):
             hidden, tap = self._extend(cache, piece, None)
             cache.commit(len(piece))

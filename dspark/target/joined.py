@@ -27,7 +27,10 @@ def products(
     x: Tensor,  # [R, D]
     linears: Sequence[nn.Module],  # without biases
 ) -> tuple[Tensor, ...]:  # each [R, N], rows may have a stride
-    """``x`` through each of them: one product where their weights lie in a row."""
+    """``x`` through each of them: one product where their weights lie in a row.
+
+    For inference: no gradient reaches weights that do.
+    """
     weights: list[Tensor] = [linear.weight for linear in linears]  # type: ignore[misc]
     whole = in_a_row([weight.detach() for weight in weights])
     if whole is None:

@@ -55,6 +55,20 @@ class Routing:
     def independent(self) -> bool:
         return self.overlap is None and self.count is None
 
+    def check(self, config: LingConfig, tokens: int) -> None:
+        """Can so many rows meet on as many experts as was asked for?
+
+        Raises:
+            ConfigError: names the least and the most.
+        """
+        each = config.num_experts_per_tok
+        most = min(config.num_experts, each * tokens)
+        if self.count is not None and not each <= self.count <= most:
+            raise ConfigError(
+                f"routing experts:N must lie in {each}..{most} for {tokens} rows with {each} "
+                f"experts each, got {self.count:g}"
+            )
+
     def experts(self, config: LingConfig, tokens: float) -> float:
         """Expected distinct experts of one layer."""
         each, total = config.num_experts_per_tok, config.num_experts

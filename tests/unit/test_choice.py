@@ -14,7 +14,7 @@ import torch
 from dspark.cli import main
 from dspark.config import TargetSettings
 from dspark.decoding import SamplingParams
-from dspark.errors import ConfigError, RunError
+from dspark.errors import CheckpointError, ConfigError, RunError
 from dspark.export.hf import export_draft
 from dspark.serving import choice
 from dspark.serving.engine import Engine
@@ -185,6 +185,11 @@ def test_a_plan_is_printed_and_checked_before_loading(
     monkeypatch.setattr(choice, "_free", lambda _: 10**6)
     with pytest.raises(ConfigError, match=r"reserve alone are .*, none fits"):
         choice.foresee(settings, None, ServeSettings())
+    # a draft of another target is refused before weights are read
+    keys = json.loads((tmp_path / "draft" / "config.json").read_text())
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**keys, "num_target_layers": 99}))
+    with pytest.raises(CheckpointError, match=r"num_target_layers is 99 but target .* has 7"):
+        choice.foresee(settings, str(tmp_path / "draft"), ServeSettings())
     # what the reference decodes has no plan
     other = TargetSettings(path=str(save_tiny_target(tmp_path / "llama")))
     capsys.readouterr()

@@ -18,6 +18,7 @@ from dspark.testing import TINY_LING, save_tiny_target
 
 ROOT = Path(__file__).parents[2]
 FLASH = ROOT / "configs/targets/ling-3.0-flash.json"
+TINY = ROOT / "configs/targets/ling-3.0-tiny.json"
 DRAFT = ROOT / "configs/drafts/ling-3.0-flash-dspark.json"
 CONFIG = LingConfig.from_file(FLASH)
 
@@ -173,6 +174,16 @@ def test_what_is_no_model_is_said_shortly(
             "draft must be a config.json or nextn:N with N in 1..15, got 'nextn:99'",
         ),
         (["inspect", str(FLASH), "--plan", "--context", "1"], "context must lie in 2..262144"),
+        (["inspect", str(FLASH), "--plan", "--draft", "none"], "(none: leave it out), got 'none'"),
+        (["inspect", str(FLASH), "--plan", "--tp", "32"], "a width of 24 is no multiple of 16"),
+        (
+            ["inspect", str(TINY), "--plan", "--draft", str(DRAFT)],
+            "target_layer_ids [1, 11, 23, 29, 35] does not fit",
+        ),
+        (
+            ["inspect", str(FLASH), "--verify-tokens", "9", "--routing", "experts:73"],
+            "must lie in 8..72 for 9 rows with 8 experts each, got 73",
+        ),
         (["inspect", str(FLASH), "--plan", "--draft", str(FLASH)], "but a DSpark draft says"),
         (["inspect", str(DRAFT), "--plan"], "leave --plan out"),
         (["inspect", str(DRAFT), "--tp", "2"], "DSparkModel; leave --tp and --verify-tokens out"),

@@ -86,7 +86,7 @@ def test_a_prefill_keeps_the_hidden_states_that_it_reads(
 ) -> None:
     target = tiny_ling()
     ids = given(300)[1]
-    monkeypatch.setitem(base._PREFILL_ROWS, "cpu", 128)  # three pieces
+    monkeypatch.setitem(base.PREFILL_ROWS, "cpu", 128)  # three pieces
     rows = target.prefill(target.new_cache(), ids[0], keep_hidden=True)
     expected = target.features(ids, ()).last_hidden[0]
     assert rows.hidden is not None

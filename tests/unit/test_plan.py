@@ -11,8 +11,10 @@ from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
 from dspark.provenance import read_object
+from dspark.serving import plan
 from dspark.serving.graph.arena import SHORTLIST_EACH, SHORTLIST_PARTS, Caches, cache_bytes
 from dspark.serving.graph.step import GraphStep
+from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import DraftWeights, NextNWeights, TargetWeights
 from dspark.serving.plan import MemoryPlan
 from dspark.target import LingTarget
@@ -63,6 +65,10 @@ def leaves(one: Any) -> list[torch.Tensor]:
     if hasattr(one, "__dataclass_fields__") and not isinstance(one, LingConfig):
         return [leaf for part in vars(one).values() for leaf in leaves(part)]
     return []
+
+
+def test_the_lanes_are_those_of_the_kernels() -> None:
+    assert plan._LANES == Tuning().mla_lanes >= Tuning().draft_lanes
 
 
 def test_one_rank_of_four_with_64k_context_fits_a_card_of_141_gb() -> None:

@@ -38,7 +38,7 @@ def test_the_released_model_reads_what_its_table_says() -> None:
     assert report["floor_us"] == pytest.approx(report["total_mb"] / 4.3)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("routing", ["independent", "experts:44", "overlap:0.5"])
+@pytest.mark.parametrize("routing", ["independent", "experts:8", "overlap:0.5"])
 @pytest.mark.parametrize("tokens", [1, 9, 16])
 def test_the_targets_part_is_that_of_inspect(routing: str, tokens: int) -> None:
     report = floor(block_size=0, routing=routing, tokens=tokens)
@@ -57,6 +57,11 @@ def test_what_makes_no_sense_is_refused() -> None:
         floor(terabytes_per_s=float("nan"))
     with pytest.raises(ConfigError, match="routing must be independent, overlap:SHARE"):
         floor(routing="experts:0")
+    for count in (7, 73):
+        with pytest.raises(ConfigError, match=rf"must lie in 8\.\.72 for 9 rows .* got {count}"):
+            floor(routing=f"experts:{count}")
+    with pytest.raises(ConfigError, match=r"context must lie in 0\.\.262144, got 262145"):
+        floor(context=262145)
 
 
 def test_the_command_prints_one_object_and_names_known_targets() -> None:

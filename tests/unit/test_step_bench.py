@@ -1,14 +1,16 @@
 """`dspark bench step` as far as it goes without a GPU: options, and the floor of a NEXTN draft."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dspark.bench.roofline import step_floor
-from dspark.bench.step import StepOptions
+from dspark.bench.step import Settled, StepOptions
 from dspark.errors import ConfigError
 from dspark.serving.graph.step import GraphStep
+from dspark.target.config import LingConfig
 from dspark.target.mtp import nextn_block
 from dspark.testing import tiny_ling
 
@@ -19,6 +21,46 @@ def test_a_nextn_draft_is_named_with_its_depth() -> None:
     for draft in ("nextn", "nextn:0", "nextn:16", "nextn:-1", "nextn:x", "mtp:5", "dspark:5"):
         with pytest.raises(ConfigError, match=f"nextn:N with N in 1..15, got '{draft}'"):
             StepOptions(config=Path("x"), draft=draft)
+
+
+FLASH = Path(__file__).parents[2] / "configs/targets/ling-3.0-flash.json"
+
+
+def settled(**options: Any) -> Settled:
+    return Settled.of(StepOptions(config=FLASH, **options), LingConfig.from_file(FLASH))
+
+
+def test_options_are_settled_before_anything_is_filled() -> None:
+    plain = settled()
+    assert plain.shape is not None
+    assert (plain.shape.block_size, plain.proposals) == (8, 8)
+    assert sum(plain.schedule) / len(plain.schedule) == pytest.approx(3.5, abs=0.01)
+    assert settled(block_size=16).proposals == 15
+    assert settled(num_draft_tokens=3, accept_length=4.0).schedule[:2] == [3, 3]
+    assert settled(draft="nextn:5", accept_length=1.0).schedule[:2] == [0, 0]
+    none = settled(draft="none", accept_length=1.0)
+    assert (none.shape, none.proposals, none.schedule) == (None, 0, [0])
+    assert settled(context=262144 - 1024 - 16).proposals == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": 262144 - 1024 - 15}, r"context must be <= 261104 .* got 261105"),
+        ({"context": 10**9}, "262144 positions"),
+        ({"accept_length": 9.5}, r"accept length must lie in 1\.\.9"),
+        ({"accept_length": float("nan")}, "got nan"),
+        ({"accept_length": 0.0}, "got 0"),
+        ({"draft": "none", "accept_length": 2.0}, "must be 1 without a draft, got 2"),
+        ({"num_draft_tokens": 9}, "num_draft_tokens"),
+        ({"num_draft_tokens": 0}, "tokens must be >= 2 with a draft.* got 1; one row is --draft"),
+        ({"block_size": 99}, r"block_size must lie in 1\.\.16, got 99"),
+        ({"draft_config": Path("nowhere.json")}, "nowhere.json"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settled(**options)
 
 
 def test_the_floor_counts_the_block_once_a_proposal() -> None:
