@@ -187,8 +187,8 @@ def test_a_plan_is_printed_and_checked_before_loading(
         choice.foresee(settings, None, ServeSettings())
     # a draft of another target is refused before weights are read
     keys = json.loads((tmp_path / "draft" / "config.json").read_text())
-    (tmp_path / "draft" / "config.json").write_text(json.dumps({**keys, "num_target_layers": 99}))
-    with pytest.raises(CheckpointError, match=r"num_target_layers is 99 but target .* has 7"):
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**keys, "vocab_size": 600}))
+    with pytest.raises(CheckpointError, match=r"vocab_size is 600 but target .* has 512"):
         choice.foresee(settings, str(tmp_path / "draft"), ServeSettings())
     # what the reference decodes has no plan
     other = TargetSettings(path=str(save_tiny_target(tmp_path / "llama")))
