@@ -55,6 +55,8 @@ def test_a_step_without_a_technique_gives_the_same_logits(
         step.begin([5, 6, 7], DecodeParams(max_new_tokens=8, ignore_eos=True))
         logits.fill_(torch.nan)
         step.run_body()
+        # a row that is not live asks for no expert
+        assert (step.arena.ids[1:] == -1).all()
         captured.append((logits[0, :1].clone(), launched(), len(heads)))
 
     monkeypatch.setattr(step, "capture", capture)
