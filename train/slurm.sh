@@ -25,7 +25,8 @@ fi
 
 # The first node is where the processes meet. The port follows from the job, so that two jobs that
 # share a node do not meet.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts[0]}
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 

@@ -1,6 +1,8 @@
 """A launch that would silently train alone, or apart, is refused with the command that works."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,53 @@ def test_a_wrong_sharded_launch_is_one_sentence_and_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def slurm(place: Path, *given: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`train/slurm.sh` as the batch step of a job on two nodes, where srun starts both in turn."""
+    programs = {
+        "scontrol": "printf 'node7\\nnode8\\n'",
+        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+        "accelerate": 'echo "$@"',
+    }
+    for name, text in programs.items():
+        (place / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (place / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41"}
+    command = ["bash", str(ROOT / "train/slurm.sh"), *given]
+    path = f"{place}:{os.environ['PATH']}"
+    return subprocess.run(
+        command, env={"PATH": path} | job | environ, capture_output=True, text=True, check=False
+    )
+
+
+def test_slurm_starts_one_launcher_a_node(tmp_path: Path) -> None:
+    done = slurm(tmp_path, "my.yaml", "train.tracker.name=a b", SLURM_GPUS_ON_NODE="4")
+    assert done.returncode == 0, done.stderr
+    for rank, line in enumerate(done.stdout.splitlines()):
+        assert line == (
+            "launch --config_file configs/accelerate/zero2.yaml --num_machines 2 "
+            f"--num_processes 8 --machine_rank {rank} --main_process_ip node7 "
+            "--main_process_port 20041 train.py --config my.yaml train.num_processes=8 "
+            "train.tracker.name=a b"
+        )
+    assert len(done.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "message"),
+    [
+        ([], {"SLURM_GPUS_ON_NODE": "4"}, "usage: sbatch"),
+        (["my.yaml"], {}, "pass --gpus-per-node"),
+        (["my.yaml"], {"SLURM_JOB_NODELIST": "", "GPUS_PER_NODE": "4"}, "usage: sbatch"),
+    ],
+)
+def test_slurm_says_what_is_missing(
+    tmp_path: Path, given: list[str], environ: dict[str, str], message: str
+) -> None:
+    done = slurm(tmp_path, *given, **environ)
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
 def test_fsdp_of_one_process_is_refused() -> None:
