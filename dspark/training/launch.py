@@ -6,21 +6,25 @@ other and train the same draft apart. What is checked here, before anything is l
 - `accelerate launch --num_processes 2` without GPUs starts one process. It leaves a rendezvous
   address (MASTER_ADDR) and no WORLD_SIZE.
 - A world of several processes must be one for accelerate too.
-- DeepSpeed and FSDP are refused.
+- DeepSpeed's settings must not contradict the trainer's (`zero.check_settings`), FSDP must be its
+  second version, and neither may offload.
 - `train.num_processes`, when given, must be what was started.
 """
 
+import importlib.util
 import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
@@ -29,13 +33,23 @@ from accelerate.utils import (
 from torch import nn
 
 from dspark.config import TrainSettings
-from dspark.errors import ConfigError, DSparkError
+from dspark.errors import ConfigError, DSparkError, MissingPackageError
 
-__all__ = ["check_environment", "check_started", "on_main", "prepare", "start"]
+__all__ = [
+    "Strategy",
+    "check_environment",
+    "check_started",
+    "on_main",
+    "prepare",
+    "start",
+    "strategy_of",
+]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Strategy = Literal["replicated", "zero", "fsdp"]
 
 # Validation and checkpoint writing keep other ranks waiting; a first target load can take long.
 _TIMEOUT = timedelta(minutes=60)
@@ -47,20 +61,22 @@ def check_environment(
     """Refuse a launch that would not train as it was asked to, from what it left in ``environ``.
 
     Raises:
-        ConfigError: the launcher asked for DeepSpeed, FSDP, fp16, an accumulation of its own, or
-            for more processes than it started.
+        ConfigError: the launcher asked for Megatron-LM, fp16, an accumulation of its own, a kind
+            of FSDP that is not done here, or for more processes than it started.
+        MissingPackageError: it asked for DeepSpeed, which is not installed.
     """
-    for variable, name in (
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-        ("ACCELERATE_USE_FSDP", "FSDP"),
-        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-    ):
-        if environ.get(variable, "false").lower() in ("1", "true"):
-            raise ConfigError(
-                f"the launcher asked for {name}, which this trainer does not do yet (it comes with "
-                "the trainer for full-size targets): launch with distributed_type NO or MULTI_GPU, "
-                "as configs/accelerate/*.yaml do"
-            )
+    if _flag(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        raise ConfigError(
+            "the launcher asked for Megatron-LM, which this trainer does not do: launch as one of "
+            "configs/accelerate/*.yaml does"
+        )
+    strategy = strategy_of(environ)
+    if strategy == "zero" and importlib.util.find_spec("deepspeed") is None:
+        raise MissingPackageError(
+            "the launcher asked for DeepSpeed, which is not installed: pip install 'dspark[train]'"
+        )
+    if strategy == "fsdp":
+        _check_fsdp(environ)
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if settings.mixed_precision is None and precision not in ("no", "bf16"):
         raise ConfigError(
@@ -91,12 +107,13 @@ def check_started(
     distributed_type: str,
     environ: Mapping[str, str],
     settings: TrainSettings,
+    strategy: Strategy = "replicated",
 ) -> None:
     """Refuse when the processes that run are not the one training that was asked for.
 
     Raises:
         ConfigError: WORLD_SIZE or `train.num_processes` differs from ``num_processes``, or
-            accelerate found a way to distribute that is not data parallelism.
+            accelerate found another way to distribute than ``strategy`` needs.
     """
     has_gpu = torch.cuda.is_available()
     world_size = int(environ.get("WORLD_SIZE", "1"))
@@ -110,11 +127,21 @@ def check_started(
             f"train.num_processes is {settings.num_processes} but {num_processes} process(es) "
             "started: " + _remedy(settings.num_processes or 1, has_gpu)
         )
-    parallel = distributed_type in ("MULTI_GPU", "MULTI_CPU")
-    if not parallel and (distributed_type != "NO" or num_processes > 1):
+    if strategy == "fsdp" and num_processes == 1:
         raise ConfigError(
-            f"accelerate runs {num_processes} process(es) as {distributed_type}; "
-            "this trainer knows NO, MULTI_GPU and MULTI_CPU"
+            "FSDP of one process shards nothing: start several, or launch with "
+            "configs/accelerate/single.yaml"
+        )
+    fitting = {
+        "replicated": ("MULTI_GPU", "MULTI_CPU"),
+        "zero": ("DEEPSPEED",),
+        "fsdp": ("FSDP", "MULTI_CPU"),
+    }[strategy]
+    alone = strategy == "replicated" and num_processes == 1 and distributed_type == "NO"
+    if distributed_type not in fitting and not alone:
+        raise ConfigError(
+            f"accelerate runs {num_processes} process(es) as {distributed_type}; this trainer "
+            "knows NO for one, MULTI_GPU, MULTI_CPU, DEEPSPEED and FSDP"
         )
 
 
@@ -131,18 +158,30 @@ def start(settings: TrainSettings, *, device: str) -> Accelerator:
         )
     has_gpu = torch.cuda.is_available()
     check_environment(os.environ, settings, has_gpu=has_gpu)
+    strategy = strategy_of(os.environ)
+    on_cpu = device == "cpu" or not has_gpu
+    if strategy == "zero" and on_cpu and has_gpu:
+        raise ConfigError(
+            "target.device is cpu, but DeepSpeed takes the GPUs it sees: set target.device=auto, "
+            "or hide them with CUDA_VISIBLE_DEVICES="
+        )
     # A second run in this process (a demo, a test) may want another precision than the first.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
         # Without it, several torchrun processes on a machine without GPUs never find each other.
-        cpu=device == "cpu" or not has_gpu,
+        # But accelerate takes the word for a wish to do without DeepSpeed.
+        cpu=on_cpu and strategy != "zero",
         mixed_precision=settings.mixed_precision,
         # The trainer weighs the loss of each window itself: backward must not divide it again.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=1, sync_with_dataloader=False
         ),
+        deepspeed_plugin=_deepspeed(os.environ, settings) if strategy == "zero" else None,
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=_TIMEOUT),
+            # On a CPU, accelerate counts one process under any other backend of DeepSpeed's.
+            InitProcessGroupKwargs(
+                backend="gloo" if strategy == "zero" and on_cpu else None, timeout=_TIMEOUT
+            ),
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
@@ -151,10 +190,22 @@ def start(settings: TrainSettings, *, device: str) -> Accelerator:
         distributed_type=accelerator.distributed_type.name,
         environ=os.environ,
         settings=settings,
+        strategy=strategy,
     )
+    if strategy == "zero":
+        _let_targets_load()
+        # DeepSpeed calls collectives by names that torch has renamed, some thousand times a run
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     if accelerator.device.type == "cpu":
         _use_cores(os.environ)
     return accelerator
+
+
+def strategy_of(environ: Mapping[str, str]) -> Strategy:
+    """How the launcher wants the draft held: whole in each process, or in shards."""
+    if _flag(environ, "ACCELERATE_USE_DEEPSPEED"):
+        return "zero"
+    return "fsdp" if _flag(environ, "ACCELERATE_USE_FSDP") else "replicated"
 
 
 def prepare(
@@ -181,6 +232,63 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     if isinstance(outcome[0], DSparkError):
         raise outcome[0]
     return outcome[0]  # type: ignore[return-value]
+
+
+def _check_fsdp(environ: Mapping[str, str]) -> None:
+    if environ.get("FSDP_VERSION", "1") != "2":
+        raise ConfigError(
+            "the launcher asked for the first version of FSDP: set fsdp_version: 2, as "
+            "configs/accelerate/fsdp2.yaml does"
+        )
+    for variable, name, remedy in (
+        ("FSDP_OFFLOAD_PARAMS", "fsdp_offload_params", "this trainer does not offload"),
+        (
+            "FSDP_ACTIVATION_CHECKPOINTING",
+            "fsdp_activation_checkpointing",
+            "use train.gradient_checkpointing=true",
+        ),
+        (
+            "FSDP_CPU_RAM_EFFICIENT_LOADING",
+            "fsdp_cpu_ram_efficient_loading",
+            "every process needs the target's weights",
+        ),
+    ):
+        if _flag(environ, variable):
+            raise ConfigError(f"the launcher's {name} is true: set it to false ({remedy})")
+
+
+def _deepspeed(environ: Mapping[str, str], settings: TrainSettings) -> DeepSpeedPlugin:
+    from dspark.training import zero
+
+    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if path != "none" and not Path(path).is_file():
+        raise ConfigError(f"deepspeed_config_file '{path}' is not a file (from {Path.cwd()})")
+    try:
+        plugin = DeepSpeedPlugin()
+    except ValueError as error:
+        raise ConfigError(f"accelerate refuses the DeepSpeed settings: {error}") from error
+    given: dict[str, Any] = plugin.deepspeed_config
+    precision = settings.mixed_precision or environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    num_processes = int(environ.get("WORLD_SIZE", "1"))
+    zero.check_settings(given, settings, precision=precision, num_processes=num_processes)
+    zero.fill_settings(given, settings, num_processes=num_processes)
+    if not torch.cuda.is_available():
+        zero.skip_cpu_kernels()
+    return plugin
+
+
+def _let_targets_load() -> None:
+    """Keep stage 3 away from models that transformers loads from here on.
+
+    Under it transformers would shard every model as it loads, but the target is used whole.
+    """
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+
+
+def _flag(environ: Mapping[str, str], variable: str) -> bool:
+    return environ.get(variable, "false").lower() in ("1", "true")
 
 
 def _use_cores(environ: Mapping[str, str]) -> None:

@@ -5,7 +5,9 @@ and autocast see all of it. The frozen target stays outside.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
+import torch
 from torch import Tensor, nn
 
 from dspark.config import LossSettings
@@ -23,11 +25,15 @@ class Objective(nn.Module):
         draft: DSparkDraftModel,
         target_head: Callable[[Tensor], Tensor],  # [..., D] -> [..., V]
         settings: LossSettings,
+        *,
+        autocast: torch.dtype | None = None,
     ) -> None:
+        """``autocast``: what to cast products to here, where no one outside does."""
         super().__init__()
         self.draft = draft
         self._target_head = target_head
         self._settings = settings
+        self._autocast = autocast
 
     def forward(
         self,
@@ -44,15 +50,19 @@ class Objective(nn.Module):
         ramp: float,
     ) -> tuple[Tensor, Tensor]:  # [] with a graph, [3·K + 10] float64 without
         """Loss share and `Sums.to_vector`. With N = 0 the loss is 0 and so is every gradient."""
-        hidden = self.draft(taps, anchor_ids, anchors).flatten(0, 1)[block_rows]
-        sums = objective_chunked(
-            hidden,
-            target_hidden,
-            labels,
-            mask,
-            prev_ids,
-            draft=self.draft,
-            target_head=self._target_head,
-            settings=self._settings,
-        )
+        casting = nullcontext()
+        if self._autocast is not None:
+            casting = torch.autocast(taps.device.type, self._autocast)  # type: ignore[assignment]
+        with casting:
+            hidden = self.draft(taps, anchor_ids, anchors).flatten(0, 1)[block_rows]
+            sums = objective_chunked(
+                hidden,
+                target_hidden,
+                labels,
+                mask,
+                prev_ids,
+                draft=self.draft,
+                target_head=self._target_head,
+                settings=self._settings,
+            )
         return sums.loss(denominators, self._settings, ramp), sums.to_vector()

@@ -8,8 +8,9 @@ step; that is what makes a resumed run continue to the bit.
 """
 
 import logging
+import os
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,11 +31,12 @@ from dspark.progress import Bar
 from dspark.target import load, load_tokenizer, resolve
 from dspark.training import build, checkpoint, launch, validation
 from dspark.training.checkpoint import Best, Saved, TrainState
+from dspark.training.engine import autocast_dtype, build_engine
 from dspark.training.features import batch_features, gather_rows, silence
 from dspark.training.journal import Journal
 from dspark.training.monitor import Monitor
 from dspark.training.objective import Objective
-from dspark.training.optim import Schedule, build_optimizer, plan_steps, ramp_at, set_learning_rate
+from dspark.training.optim import Schedule, plan_steps, ramp_at
 from dspark.training.rows import check_features, check_fit, facts, identity, open_rows
 from dspark.training.signals import StopRequest
 from dspark.training.window import Pass, Split, Window, Windows
@@ -138,13 +140,17 @@ class Trainer:
         if settings.gradient_checkpointing:
             build.checkpoint_layers(self.draft)
         named = dict(self.draft.trainable())
-        self._names = {id(parameter): name for name, parameter in named.items()}
-        self._parameters = list(named.values())
-        optimizer = build_optimizer(named.items(), settings)
-        if saved is not None:
-            checkpoint.restore_optimizer(optimizer, saved.moments, self._names)
-        objective = Objective(self.draft, self.target.logits, config.loss)
-        self.model, self.optimizer = launch.prepare(accelerator, objective, optimizer)
+        self._size = sum(parameter.numel() for parameter in named.values())
+        strategy = launch.strategy_of(os.environ)
+        objective = Objective(
+            self.draft,
+            self.target.logits,
+            config.loss,
+            autocast=autocast_dtype(strategy, accelerator.mixed_precision),
+        )
+        self.engine = build_engine(
+            strategy, accelerator, objective, named, settings, saved.moments if saved else None
+        )
 
         self.windows = Windows(
             rows,
@@ -251,7 +257,7 @@ class Trainer:
 
     def _optimize(self, window: Window, stop: StopRequest) -> bool:
         """One optimizer step; true if any process was asked to stop before it."""
-        accelerator, settings, step = self.accelerator, self.config.train, window.step
+        accelerator, step = self.accelerator, window.step
         device, processes = accelerator.device, accelerator.num_processes
         asked = torch.tensor([float(stop.pending)], dtype=torch.float64)
         # one collective for both; nothing waits for its result but the stop below
@@ -262,17 +268,13 @@ class Trainer:
         ramp = ramp_at(
             step, total_steps=self.plan.total_steps, ratio=self.config.loss.accept_length_ramp
         )
-        set_learning_rate(self.optimizer, self.schedule.lr(step))
         for number, one in enumerate(window.passes, 1):
             last = number == len(window.passes)
-            with nullcontext() if last else accelerator.no_sync(self.model):
+            with self.engine.part(last=last):
                 loss, vector, skipped = self._forward(one.to(device), shared[:2], ramp)
-                # data parallelism averages the gradients; the shares of the loss add up
-                accelerator.backward(loss * processes)
+                self.engine.backward(loss)
             self.monitor.add(vector, loss, tokens=int(one.lengths.sum()), skipped=skipped)
-        norm = accelerator.clip_grad_norm_(self._parameters, settings.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = self.engine.step(self.schedule.lr(step))
         self.monitor.end_step(norm, shared[:2])
         return stop.pending if processes == 1 else stopping.read()
 
@@ -286,7 +288,7 @@ class Trainer:
         usable = features.usable(one.lengths)
         self._usable.append((one.row_ids, usable))  # read when a line is due
         mask = silence(features, usable, one.mask, one.block_rows, one.anchors.shape[1])
-        loss, vector = self.model(
+        loss, vector = self.engine(
             features.taps,
             gather_rows(features.last_hidden, one.target_rows),
             anchor_ids=one.anchor_ids,
@@ -348,6 +350,7 @@ class Trainer:
         stats = validation.validate(
             self.target,
             self.draft,
+            self.engine.weights(),
             self.prompts,
             max_new_tokens=limit,
             accelerator=self.accelerator,
@@ -366,6 +369,7 @@ class Trainer:
     def _save(self, probe: Probe | None) -> None:
         window, window_steps = self.monitor.state()
         self.last = self.output_dir / f"checkpoint-{self.step}"
+        weights, moments = self.engine.weights(), self.engine.moments()
         if not self.accelerator.is_main_process:
             return
         state = TrainState(
@@ -382,9 +386,9 @@ class Trainer:
         checkpoint.save(
             self.output_dir,
             state,
-            weights=dict(self.draft.named_parameters()),
+            weights=weights,
             draft_config={**shape, "dtype": "float32", "torch_dtype": "float32"},
-            moments=checkpoint.optimizer_by_name(self.optimizer.optimizer, self._names),
+            moments=moments,
             config=self.config,
             probe=probe,
             data=self._data,
@@ -415,7 +419,6 @@ class Trainer:
 
     def _describe(self) -> None:
         plan, processes = self.plan, self.accelerator.num_processes
-        count = sum(parameter.numel() for parameter in self._parameters)
         log.info(
             "%d rows, %d of them a step (%d process(es)), %d steps, %.2f epochs; "
             "%.1fM trainable parameters, %s, on %s",
@@ -424,7 +427,7 @@ class Trainer:
             processes,
             plan.total_steps,
             plan.epoch(plan.total_steps),
-            count / 1e6,
+            self._size / 1e6,
             self.accelerator.mixed_precision.replace("no", "fp32"),
             self.accelerator.device,
         )

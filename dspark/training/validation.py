@@ -5,12 +5,13 @@ The draft is measured as it will be exported: cast to the target's dtype.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from dspark.acceptance import AcceptStats, pooled
 from dspark.config import TrainSettings
@@ -62,14 +63,17 @@ def prompt_ids(
 def validate(
     target: Target,
     draft: DSparkDraftModel,
+    weights: Mapping[str, Tensor],
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     accelerator: Accelerator,
 ) -> AcceptStats:
-    """Greedy decode of ``prompts``, split over the processes; all get the counts of all."""
-    weights = {name: parameter.detach() for name, parameter in draft.named_parameters()}
-    served = build_draft(draft.config, weights, where="the draft in training", target=target)
+    """Greedy decode of ``prompts``, split over the processes; all get the counts of all.
+
+    ``weights`` are the draft's whole ones, which it may hold only a part of itself.
+    """
+    served = build_draft(draft.config, dict(weights), where="the draft in training", target=target)
     limit = draft_limit(draft.block_size, None)
     params = DecodeParams(max_new_tokens=max_new_tokens)
     mine = prompts[accelerator.process_index :: accelerator.num_processes]

@@ -1,10 +1,19 @@
 """A launch that would silently train alone, or apart, is refused with the command that works."""
 
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from dspark.config import TrainSettings
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, MissingPackageError
+from dspark.training import program, zero
 from dspark.training.launch import check_environment, check_started, start
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # What `accelerate launch --cpu --num_processes 2` leaves in the one process it starts.
 ALONE = {
@@ -26,13 +35,174 @@ def test_one_process_is_fine_when_it_is_asked_for() -> None:
     check_environment(ALONE | {"WORLD_SIZE": "2"}, TrainSettings(), has_gpu=False)
 
 
+def test_megatron_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Megatron-LM"):
+        check_environment({"ACCELERATE_USE_MEGATRON_LM": "true"}, TrainSettings(), has_gpu=True)
+
+
+def test_deepspeed_that_is_not_installed_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'dspark\[train\]'"):
+        check_environment({"ACCELERATE_USE_DEEPSPEED": "true"}, TrainSettings(), has_gpu=True)
+
+
 @pytest.mark.parametrize(
-    ("variable", "name"),
-    [("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")],
+    ("change", "message"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version: 2"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params is true: set it to false"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, r"train.gradient_checkpointing=true"),
+        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "every process needs the target"),
+    ],
 )
-def test_sharded_trainings_are_refused(variable: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        check_environment({variable: "true"}, TrainSettings(), has_gpu=True)
+def test_a_kind_of_fsdp_that_is_not_done_is_refused(change: dict[str, str], message: str) -> None:
+    environ = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    check_environment(environ, TrainSettings(), has_gpu=True)
+    with pytest.raises(ConfigError, match=message):
+        check_environment(environ | change, TrainSettings(), has_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"zero_optimization": {"stage": 1}}, r"stage is 1: this trainer knows 2 and 3"),
+        ({"zero_optimization": {}}, r"stage is 0"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer is cpu",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "offload_param is nvme",
+        ),
+        ({"fp16": {"enabled": True}}, "fp16 is enabled: use bf16"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled is false but the trainer's precision is bf16"),
+        ({"optimizer": {"type": "AdamW"}}, "a section 'optimizer'"),
+        ({"scheduler": {"type": "WarmupLR"}}, "a section 'scheduler'"),
+        ({"gradient_clipping": 0.3}, r"gradient_clipping is 0.3, .* train.max_grad_norm \(1.0\)"),
+        ({"gradient_accumulation_steps": 8}, r"is 8, which is not train.grad_accumulation \(4\)"),
+        ({"train_micro_batch_size_per_gpu": 16}, r"train.batch_size \(2\)"),
+        ({"train_batch_size": 48}, r"batch_size x grad_accumulation x processes \(24\)"),
+    ],
+)
+def test_deepspeed_settings_that_contradict_the_trainer_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    settings = TrainSettings(batch_size=2, grad_accumulation=4)
+    given = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+    zero.check_settings(given, settings, precision="bf16", num_processes=3)
+    with pytest.raises(ConfigError, match=message):
+        zero.check_settings(given | change, settings, precision="bf16", num_processes=3)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_deepspeed_files_of_the_repository_fit(stage: int) -> None:
+    given = json.loads((ROOT / f"configs/deepspeed/zero{stage}.json").read_text())
+    settings = TrainSettings(batch_size=2, grad_accumulation=4, max_grad_norm=0.7)
+    for precision in ("no", "bf16"):
+        zero.check_settings(given, settings, precision=precision, num_processes=8)
+    zero.fill_settings(given, settings, num_processes=8)
+    # the window is the trainer's: DeepSpeed must not divide by its length
+    assert given["gradient_accumulation_steps"] == 1
+    assert given["train_batch_size"] == 16
+    assert given["gradient_clipping"] == 0.7
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "stage is 1"),
+        ({"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "offload_optimizer is cpu"),
+        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "nowhere.json"}, "'nowhere.json' is not a file"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision fp16: use bf16"),
+        ({"ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_USE_FSDP": "true"}, "fsdp_version"),
+    ],
+)
+def test_a_wrong_sharded_launch_is_one_sentence_and_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name, value in ({"ACCELERATE_USE_DEEPSPEED": "true"} | change).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exit_:
+        program.main(["train.steps=1"])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def slurm(place: Path, *given: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`train/slurm.sh` as the batch step of a job on two nodes, where srun starts both in turn."""
+    programs = {
+        "scontrol": "printf 'node7\\nnode8\\n'",
+        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+        "accelerate": 'echo "$@"',
+    }
+    for name, text in programs.items():
+        (place / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (place / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41"}
+    command = ["bash", str(ROOT / "train/slurm.sh"), *given]
+    path = f"{place}:{os.environ['PATH']}"
+    return subprocess.run(
+        command, env={"PATH": path} | job | environ, capture_output=True, text=True, check=False
+    )
+
+
+def test_slurm_starts_one_launcher_a_node(tmp_path: Path) -> None:
+    done = slurm(tmp_path, "my.yaml", "train.tracker.name=a b", SLURM_GPUS_ON_NODE="4")
+    assert done.returncode == 0, done.stderr
+    for rank, line in enumerate(done.stdout.splitlines()):
+        assert line == (
+            "launch --config_file configs/accelerate/zero2.yaml --num_machines 2 "
+            f"--num_processes 8 --machine_rank {rank} --main_process_ip node7 "
+            "--main_process_port 20041 train.py --config my.yaml train.num_processes=8 "
+            "train.tracker.name=a b"
+        )
+    assert len(done.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "message"),
+    [
+        ([], {"SLURM_GPUS_ON_NODE": "4"}, "usage: sbatch"),
+        (["my.yaml"], {}, "pass --gpus-per-node"),
+        (["my.yaml"], {"SLURM_JOB_NODELIST": "", "GPUS_PER_NODE": "4"}, "usage: sbatch"),
+    ],
+)
+def test_slurm_says_what_is_missing(
+    tmp_path: Path, given: list[str], environ: dict[str, str], message: str
+) -> None:
+    done = slurm(tmp_path, *given, **environ)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_fsdp_of_one_process_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shards nothing"):
+        check_started(
+            num_processes=1,
+            distributed_type="NO",
+            environ={},
+            settings=TrainSettings(),
+            strategy="fsdp",
+        )
+
+
+def test_a_launch_that_lost_its_deepspeed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="as MULTI_GPU"):
+        check_started(
+            num_processes=2,
+            distributed_type="MULTI_GPU",
+            environ={"WORLD_SIZE": "2"},
+            settings=TrainSettings(),
+            strategy="zero",
+        )
 
 
 def test_fp16_from_the_launcher_is_refused() -> None:
