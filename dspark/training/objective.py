@@ -1,16 +1,18 @@
 """One forward pass of the draft and its objective, as the one module that is prepared.
 
 Everything that reads a trainable parameter happens inside `forward`, so that data parallelism
-and autocast see all of it. The frozen target stays outside.
+and autocast see all of it. The frozen target stays outside. On a GPU the objective goes through
+`one_pass` if Triton is installed and the logits are bfloat16 or float32, else through `chunked`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
 from dspark.config import LossSettings
 from dspark.draft.model import DSparkDraftModel
-from dspark.losses import objective_chunked
+from dspark.losses import objective_chunked, one_pass
 
 __all__ = ["Objective"]
 
@@ -45,14 +47,16 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, Tensor]:  # [] with a graph, [3·K + 10] float64 without
         """Loss share and `Sums.to_vector`. With N = 0 the loss is 0 and so is every gradient."""
         hidden = self.draft(taps, anchor_ids, anchors).flatten(0, 1)[block_rows]
-        sums = objective_chunked(
-            hidden,
-            target_hidden,
-            labels,
-            mask,
-            prev_ids,
-            draft=self.draft,
-            target_head=self._target_head,
-            settings=self._settings,
-        )
+        blocks = (hidden, target_hidden, labels, mask, prev_ids)
+        heads: dict[str, Any] = {
+            "draft": self.draft,
+            "target_head": self._target_head,
+            "settings": self._settings,
+        }
+        if one_pass.usable(self.draft, hidden):
+            loss, sums = one_pass.objective_in_one_pass(
+                *blocks, **heads, denominators=denominators, ramp=ramp
+            )
+            return loss, sums.to_vector()
+        sums = objective_chunked(*blocks, **heads)
         return sums.loss(denominators, self._settings, ramp), sums.to_vector()
