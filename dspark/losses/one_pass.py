@@ -32,7 +32,7 @@ from dspark.draft import DSparkDraftModel
 from dspark.losses.slots import SlotDistances, add_up, numerators
 from dspark.losses.sums import Sums
 
-__all__ = ["objective_in_one_pass", "usable"]
+__all__ = ["add_product", "objective_in_one_pass", "usable", "wide_product"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 """Of logits: float16 has no room for their gradient, float64 no use for float32 kernels."""
@@ -206,11 +206,11 @@ class _Work:
             to_gradient_(logits, target_logits, labels, live, sums, coefficients.view(4, -1), **how)
             by_hidden, by_latent, by_factor = self.gradients
             if by_hidden is not None:
-                by_hidden[blocks] = _wide(logits, task.head).view_as(by_hidden[blocks])
+                by_hidden[blocks] = wide_product(logits, task.head).view_as(by_hidden[blocks])
             if by_latent is not None and self.factor is not None:
-                by_latent[blocks] = _wide(logits, self.factor).view_as(by_latent[blocks])
+                by_latent[blocks] = wide_product(logits, self.factor).view_as(by_latent[blocks])
             if by_factor is not None and latent is not None:
-                _add_product(by_factor, logits.T, latent)
+                add_product(by_factor, logits.T, latent)
 
 
 def _scales(block_size: int, denominators: Tensor, settings: LossSettings, ramp: float) -> Tensor:
@@ -237,14 +237,14 @@ def _distances(sums: Tensor, settings: LossSettings) -> SlotDistances:
     return SlotDistances(ce, l1, accept_l1, kl if settings.distance == "lk_hybrid" else None)
 
 
-def _wide(left: Tensor, right: Tensor) -> Tensor:
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
     """The product in float32, without rounding it first where the device can."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total`` += ``left`` @ ``right``; ``total`` is float32."""
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

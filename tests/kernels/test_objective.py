@@ -12,6 +12,7 @@ from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.kernels.objective import SUMS, slot_sums, to_gradient_
 from dspark.losses import Sums, denominators, eager, objective
 from dspark.losses.one_pass import objective_in_one_pass, usable
+from dspark.training.objective import Objective
 
 HIDDEN, RANK, BLOCK = 24, 6, 4
 OPTIONS: list[dict[str, Any]] = [
@@ -392,3 +393,31 @@ def test_only_a_gpu_takes_it_by_itself(device: torch.device) -> None:
     batch = Batch([4], device)
     assert usable(batch.draft, batch.hidden) == (device.type == "cuda")
     assert not usable(Batch([4], device, dtype=torch.float64).draft, batch.hidden)
+
+
+def test_the_trainer_gets_the_same_from_both(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch([4, 4, 2], device)
+    settings = LossSettings(chunk_blocks=2)
+    model = Objective(batch.draft, batch.draft.base_logits, settings)
+    found = []
+    for chosen in (True, False):
+        monkeypatch.setattr("dspark.losses.one_pass.usable", lambda *_, chosen=chosen: chosen)
+        loss, vector = model(
+            batch.hidden.detach().view(1, -1, HIDDEN),  # any taps will do
+            batch.target_hidden,
+            anchor_ids=batch.prev_ids[None, :, 0],
+            anchors=torch.tensor([[2, 5, 9]], device=device),
+            block_rows=torch.arange(3, device=device),
+            labels=batch.labels,
+            prev_ids=batch.prev_ids,
+            mask=batch.mask,
+            denominators=denominators(batch.mask, settings),
+            ramp=0.5,
+        )
+        slopes = torch.autograd.grad(loss, list(batch.draft.parameters()))
+        found.append([loss.detach().double(), vector, *slopes])
+    for one, other in zip(*found, strict=True):
+        scale = float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=0, atol=3e-5 * scale)
