@@ -12,8 +12,8 @@ so that `to_gradient_`, once the slots' coefficients c are known, writes in plac
 
 reading each logit once more. Nothing of the vocabulary's size exists beside the logits. Signs are
 those of the logarithms, the same in both kernels. A row that is not live is not read: its sums
-and its gradient are 0. One program holds a whole row in turn, without atomics, so a row's figures
-never depend on its neighbours.
+and its gradient are 0. Parts of a row have fixed edges and are summed in a fixed order, so a row's
+figures never depend on its neighbours.
 
 Here kernels of a library stand before and behind, and launches do not overlap (no PDL).
 
@@ -28,11 +28,14 @@ from torch import Tensor
 
 from dspark.kernels.launch import check_shapes
 
-__all__ = ["SUMS", "slot_sums", "to_gradient_"]
+__all__ = ["SPLITS", "SUMS", "slot_sums", "to_gradient_"]
 
 SUMS = 11
 """Figures of a row: ce, l1, accept_l1, kl; a and a_s; the largest of Z and of P; the logarithms of
 the three sums behind it, since two subtractions keep the digits that one of a large sum loses."""
+
+SPLITS = 8
+"""Most parts of a row, each a program's, so that few rows fill a GPU too."""
 
 
 @triton.jit
@@ -49,14 +52,12 @@ def _sign(one, other):
 
 
 @triton.jit
-def _slot_sums(
-    draft, target, labels, live, out, rows, V, by_temperature,
-    SHARP: tl.constexpr, KL: tl.constexpr, BLOCK: tl.constexpr,
+def _tops(
+    draft, target, live, tops, rows, V, part, by_temperature,
+    SHARP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row, split = tl.program_id(0), tl.program_id(1)
     if tl.load(live + row) == 0:
-        for name in tl.static_range(11):
-            tl.store(out + name * rows + row, 0.0)
         return
     start = row.to(tl.int64) * V
     lane = tl.arange(0, BLOCK)
@@ -66,7 +67,7 @@ def _slot_sums(
     total_q = tl.zeros([BLOCK], tl.float32)
     total_p = tl.zeros([BLOCK], tl.float32)
     total_s = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, V, BLOCK):
+    for first in range(split * part, tl.minimum(split * part + part, V), BLOCK):
         inside = first + lane < V
         place = start + first + lane
         z = tl.load(draft + place, mask=inside, other=-float("inf")).to(tl.float32)
@@ -77,20 +78,47 @@ def _slot_sums(
         if SHARP:
             total_s = _online(t, most_p, total_s, by_temperature)
         most_p = tl.maximum(most_p, t)
-    top_q = tl.max(most_q, 0)
-    log_q = tl.log(tl.sum(total_q * tl.exp(most_q - top_q), 0))
-    top_p = tl.max(most_p, 0)
-    log_p = tl.log(tl.sum(total_p * tl.exp(most_p - top_p), 0))
+    top_q, top_p = tl.max(most_q, 0), tl.max(most_p, 0)
+    out = tops + split * 5 * rows + row
+    tl.store(out, top_q)
+    tl.store(out + rows, top_p)
+    tl.store(out + 2 * rows, tl.sum(total_q * tl.exp(most_q - top_q), 0))
+    tl.store(out + 3 * rows, tl.sum(total_p * tl.exp(most_p - top_p), 0))
+    if SHARP:
+        tl.store(out + 4 * rows, tl.sum(total_s * tl.exp((most_p - top_p) * by_temperature), 0))
+
+
+@triton.jit
+def _distances(
+    draft, target, labels, live, tops, parts, out, rows, V, part, by_temperature,
+    SHARP: tl.constexpr, KL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, split = tl.program_id(0), tl.program_id(1)
+    mine = parts + split * 5 * rows + row
+    if tl.load(live + row) == 0:
+        for name in tl.static_range(5):
+            tl.store(mine + name * rows, 0.0)
+        for name in tl.static_range(11):
+            tl.store(out + name * rows + row, 0.0)
+        return
+    each = tops + tl.arange(0, SPLITS) * 5 * rows + row
+    most_q, most_p = tl.load(each), tl.load(each + rows)
+    top_q, top_p = tl.max(most_q, 0), tl.max(most_p, 0)
+    log_q = tl.log(tl.sum(tl.load(each + 2 * rows) * tl.exp(most_q - top_q), 0))
+    log_p = tl.log(tl.sum(tl.load(each + 3 * rows) * tl.exp(most_p - top_p), 0))
     log_s = log_p
     if SHARP:
-        log_s = tl.log(tl.sum(total_s * tl.exp((most_p - top_p) * by_temperature), 0))
+        total_s = tl.load(each + 4 * rows) * tl.exp((most_p - top_p) * by_temperature)
+        log_s = tl.log(tl.sum(total_s, 0))
 
+    start = row.to(tl.int64) * V
+    lane = tl.arange(0, BLOCK)
     l1 = tl.zeros([BLOCK], tl.float32)
     signed = tl.zeros([BLOCK], tl.float32)
     l1_s = tl.zeros([BLOCK], tl.float32)
     signed_s = tl.zeros([BLOCK], tl.float32)
     kl = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, V, BLOCK):
+    for first in range(split * part, tl.minimum(split * part + part, V), BLOCK):
         inside = first + lane < V
         place = start + first + lane
         z = tl.load(draft + place, mask=inside, other=-float("inf")).to(tl.float32)
@@ -107,20 +135,20 @@ def _slot_sums(
             signed_s += q * _sign(z, sharp)
         if KL:
             kl += tl.where(p > 0, p * (t - log_p - z), 0.0)
-    total = tl.sum(l1, 0)
-    inner = tl.sum(signed, 0)
-    label = tl.load(draft + start + tl.load(labels + row)).to(tl.float32)
-    tl.store(out + row, log_q - (label - top_q))
-    tl.store(out + rows + row, total)
-    tl.store(out + 2 * rows + row, tl.sum(l1_s, 0) if SHARP else total)
-    tl.store(out + 3 * rows + row, tl.sum(kl, 0))
-    tl.store(out + 4 * rows + row, inner)
-    tl.store(out + 5 * rows + row, tl.sum(signed_s, 0) if SHARP else inner)
-    tl.store(out + 6 * rows + row, top_q)
-    tl.store(out + 7 * rows + row, top_p)
-    tl.store(out + 8 * rows + row, log_q)
-    tl.store(out + 9 * rows + row, log_p)
-    tl.store(out + 10 * rows + row, log_s)
+    total, inner = tl.sum(l1, 0), tl.sum(signed, 0)
+    tl.store(mine, total)
+    tl.store(mine + rows, tl.sum(l1_s, 0) if SHARP else total)
+    tl.store(mine + 2 * rows, tl.sum(kl, 0))
+    tl.store(mine + 3 * rows, inner)
+    tl.store(mine + 4 * rows, tl.sum(signed_s, 0) if SHARP else inner)
+    if split == 0:
+        label = tl.load(draft + start + tl.load(labels + row)).to(tl.float32)
+        tl.store(out + row, log_q - (label - top_q))
+        tl.store(out + 6 * rows + row, top_q)
+        tl.store(out + 7 * rows + row, top_p)
+        tl.store(out + 8 * rows + row, log_q)
+        tl.store(out + 9 * rows + row, log_p)
+        tl.store(out + 10 * rows + row, log_s)
 
 
 @triton.jit
@@ -163,6 +191,7 @@ def slot_sums(
     target_logits: Tensor,  # [M, V]
     labels: Tensor,  # [M] int64
     live: Tensor,  # [M] bool
+    scratch: Tensor,  # [2, SPLITS, 5, M] float32
     out: Tensor,  # [SUMS, M] float32, written
     *,
     accept_temperature: float,
@@ -176,14 +205,23 @@ def slot_sums(
         ValueError: a shape does not fit.
     """
     rows, vocabulary = _checked("slot_sums", draft_logits, target_logits, labels, live)
-    check_shapes("slot_sums", out=(out, (SUMS, rows)))
+    check_shapes("slot_sums", scratch=(scratch, (2, SPLITS, 5, rows)), out=(out, (SUMS, rows)))
     if rows == 0:
         return
-    _slot_sums[(rows,)](
-        draft_logits, target_logits, labels, live.view(torch.uint8), out, rows, vocabulary,
-        1 / accept_temperature, SHARP=accept_temperature != 1, KL=with_kl, BLOCK=block,
+    tops, parts = scratch.unbind()
+    splits = min(SPLITS, triton.next_power_of_2(triton.cdiv(vocabulary, block)))
+    part = triton.cdiv(triton.cdiv(vocabulary, splits), block) * block
+    live, sharp = live.view(torch.uint8), accept_temperature != 1
+    _tops[(rows, splits)](
+        draft_logits, target_logits, live, tops, rows, vocabulary, part, 1 / accept_temperature,
+        SHARP=sharp, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    _distances[(rows, splits)](
+        draft_logits, target_logits, labels, live, tops, parts, out, rows, vocabulary, part,
+        1 / accept_temperature, SHARP=sharp, KL=with_kl, SPLITS=splits, BLOCK=block,
         num_warps=warps,
     )  # fmt: skip
+    torch.sum(parts[:splits], 0, out=out[1:6])
 
 
 def to_gradient_(

@@ -178,7 +178,7 @@ class _Work:
 
     def chunk(self, blocks: slice) -> None:
         """Add the blocks' loss, distances and gradients; their logits end here."""
-        from dspark.kernels.objective import SUMS, slot_sums, to_gradient_
+        from dspark.kernels.objective import SPLITS, SUMS, slot_sums, to_gradient_
 
         task, settings = self.task, self.task.settings
         target_logits = task.target_head(task.target_hidden[blocks])
@@ -188,6 +188,7 @@ class _Work:
         mask = task.mask[blocks]
         labels, live = task.labels[blocks].reshape(-1), mask.reshape(-1)
         sums = hidden.new_empty((SUMS, len(hidden)), dtype=torch.float32)
+        scratch = hidden.new_empty((2, SPLITS, 5, len(hidden)), dtype=torch.float32)
         how: dict[str, Any] = {
             "accept_temperature": settings.accept_length_temperature,
             "with_kl": settings.distance == "lk_hybrid",
@@ -196,7 +197,7 @@ class _Work:
             logits = hidden @ task.head.T
             if latent is not None and self.factor is not None:
                 logits.addmm_(latent, self.factor.T)
-            slot_sums(logits, target_logits, labels, live, sums, **how)
+            slot_sums(logits, target_logits, labels, live, scratch, sums, **how)
             distances = sums[:4].view(4, *mask.shape)
             self.distances[:, blocks] = distances
             share, coefficients = _share(distances, mask, task)
