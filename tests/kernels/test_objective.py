@@ -114,6 +114,21 @@ def test_bfloat16_logits_are_summed_in_float32(seed: int, device: torch.device) 
     torch.testing.assert_close(gradient[live].double(), slope[live], rtol=last, atol=1e-6)
 
 
+def test_a_real_vocabulary_keeps_float32_accuracy(device: torch.device) -> None:
+    draft, target, *rest = draw(0, 2, 157184, device)
+    rest[1][:] = True
+    inputs = (draft.bfloat16(), target.bfloat16(), *rest)
+    # the interpreter pays by the tile
+    tiles = {} if device.type == "cuda" else {"block": 1 << 14}
+    sums, _ = by_kernels(inputs, 0.7, True, **tiles)
+    expected, slope = by_definition(inputs, 0.7, True)
+    torch.testing.assert_close(sums[:4].double(), expected, rtol=1e-5, atol=1e-5)
+    widened = (inputs[0].float(), inputs[1].float(), *rest)
+    _, gradient = by_kernels(widened, 0.7, True, **tiles)
+    gap = (gradient - slope).norm() / slope.norm()
+    assert gap < 1e-5
+
+
 def test_rows_do_not_depend_on_their_neighbours(device: torch.device) -> None:
     inputs = draw(0, 6, 333, device)
     inputs[3][:] = True
