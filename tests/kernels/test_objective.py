@@ -157,6 +157,14 @@ def test_disjoint_supports_are_finite(
     assert gradient.abs().max() > 0.1
 
 
+def test_equal_distributions_pull_nowhere(device: torch.device) -> None:
+    draft, _, labels, live, weights = draw(0, 3, 1500, device)
+    weights[0], weights[3] = 0, 0
+    sums, gradient = by_kernels((draft, draft.clone(), labels, live, weights), 1.0, True)
+    assert not sums[1:6].any()
+    assert not gradient.any()
+
+
 def test_wrong_shapes_are_refused(device: torch.device) -> None:
     draft, target, labels, live, weights = draw(0, 4, 33, device)
     sums = torch.empty(SUMS, 4, device=device)
