@@ -235,6 +235,46 @@ def _bench_roofline(
     finish(report, as_json)
 
 
+def _bench_objective(
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks of a forward pass.")] = 512,
+    block_size: Annotated[int, typer.Option(min=1, help="Slots of a block.")] = 8,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Rows of the head.")] = 157184,
+    hidden: Annotated[int, typer.Option(min=1, help="Columns of the head.")] = 2560,
+    rank: Annotated[int, typer.Option(min=1, help="Of the Markov head.")] = 256,
+    chunk_blocks: Annotated[int, typer.Option(min=1, help="As loss.chunk_blocks.")] = 64,
+    distance: Annotated[str, typer.Option(help="l1, lk_hybrid or nla.")] = "l1",
+    accept_temperature: Annotated[
+        float, typer.Option(help="As loss.accept_length_temperature.")
+    ] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured, behind one of warm-up.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of the synthetic inputs.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Time and memory of the training objective in all its forms; inputs are SYNTHETIC.
+
+    Example: dspark bench objective --anchors 512 --json
+    """
+    _needs_gpu("dspark bench objective", "without one the trainer takes the chunked form")
+    from dspark.bench.objective import ObjectiveOptions, measure, print_report
+
+    report = measure(
+        ObjectiveOptions(
+            anchors=anchors,
+            block_size=block_size,
+            vocabulary=vocabulary,
+            hidden=hidden,
+            rank=rank,
+            chunk_blocks=chunk_blocks,
+            distance=distance,
+            accept_temperature=accept_temperature,
+            repeats=repeats,
+            seed=seed,
+        )
+    )
+    print_report(report)
+    finish(report, as_json)
+
+
 def _needs_gpu(what: str, instead: str) -> None:
     import torch
 
@@ -284,6 +324,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure.", no_args_is_help=True)
     bench.command("serving")(_bench_serving)
     bench.command("step")(_bench_step)
+    bench.command("objective")(_bench_objective)
     bench.command("roofline")(_bench_roofline)
     bench.callback()(lambda: None)
     app.add_typer(bench, name="bench")

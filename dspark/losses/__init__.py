@@ -1,7 +1,8 @@
 """The objective of the draft: its definition, and the form that fits in memory.
 
 `eager` is the definition; `chunked` computes the same without holding vocabulary-wide tensors of
-more than one chunk. Both give `Sums`, which add over chunks, forward passes and ranks.
+more than one chunk. Both give `Sums`, which add over chunks, forward passes and ranks. `one_pass`
+is `chunked` on a GPU, by kernels.
 """
 
 from dspark.losses.chunked import objective_chunked

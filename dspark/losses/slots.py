@@ -1,7 +1,8 @@
 """From the distances of each slot to the sums of the objective: everything past the vocabulary.
 
-Here all tensors are [N, K] and small. The vocabulary-wide part that yields `SlotDistances` has two
-forms, `eager.slot_distances` and `closed_form.slot_distances`; both end up here.
+Here all tensors are [N, K] and small. The vocabulary-wide part that yields `SlotDistances` has
+three forms, `eager.slot_distances`, `closed_form.slot_distances` and the kernels of `one_pass`; all
+end up here.
 
 Symbols: N blocks, K slots, p and q the target's and the draft's distribution of a slot.
 """
@@ -17,7 +18,7 @@ from dspark.config import LossSettings
 from dspark.losses.accept_length import reach_times_continuation, survival_weights
 from dspark.losses.sums import Sums, position_weights
 
-__all__ = ["SlotDistances", "add_up", "overlap"]
+__all__ = ["SlotDistances", "add_up", "numerators", "overlap"]
 
 LK_SHARPNESS = 3.0  # eta of arXiv 2602.23881
 NLA_FLOOR = 1e-5
@@ -46,13 +47,8 @@ def add_up(
 ) -> Sums:
     """The objective of `eager.objective` from what each slot contributes."""
     alpha = overlap(distances.l1)
-    accept_alpha = overlap(distances.accept_l1)
     rated = alpha.detach()
-    position = position_weights(mask, settings.decay)
-    if settings.slot_weights == "survival":
-        weight = survival_weights(rated, mask, smoothing=settings.survival_smoothing)
-    else:
-        weight = position
+    weight, (ce, l1, accept_length) = numerators(distances, mask, settings)
     # without a head there is nothing to learn; the 0 keeps dtype and device
     confidence = alpha.new_zeros(())
     if confidence_logits is not None:
@@ -61,13 +57,33 @@ def add_up(
             confidence_logits, rated, reduction="none"
         )
         confidence = (weight * entropy).sum()
-    value = reach_times_continuation(accept_alpha.detach(), mask)
+    position = position_weights(mask, settings.decay)
     return Sums(
-        ce=(weight * distances.ce).sum(),
-        l1=(weight * _distance(distances, alpha, settings)).sum(),
+        ce=ce,
+        l1=l1,
         confidence=confidence,
-        accept_length=(value * (1 - accept_alpha)).sum(),
+        accept_length=accept_length,
         **_statistics(rated, mask, position, confidence_logits),
+    )
+
+
+def numerators(
+    distances: SlotDistances,
+    mask: Tensor,  # [N, K] bool
+    settings: LossSettings,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:  # [N, K]; [], [], []
+    """Slot weights, and ce, l1 and accept_length of `Sums`; of whole blocks, so chunks add up."""
+    alpha = overlap(distances.l1)
+    accept_alpha = overlap(distances.accept_l1)
+    if settings.slot_weights == "survival":
+        weight = survival_weights(alpha.detach(), mask, smoothing=settings.survival_smoothing)
+    else:
+        weight = position_weights(mask, settings.decay)
+    value = reach_times_continuation(accept_alpha.detach(), mask)
+    return weight, (
+        (weight * distances.ce).sum(),
+        (weight * _distance(distances, alpha, settings)).sum(),
+        (value * (1 - accept_alpha)).sum(),
     )
 
 

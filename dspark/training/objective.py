@@ -1,18 +1,21 @@
 """One forward pass of the draft and its objective, as the one module that is prepared.
 
 Everything that reads a trainable parameter happens inside `forward`, so that data parallelism
-and autocast see all of it. The frozen target stays outside.
+and autocast see all of it. The frozen target stays outside. The objective goes through `chunked`,
+or on a GPU, where `loss.one_pass` asks for it and the logits are bfloat16 or float32, through
+`one_pass`.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dspark.config import LossSettings
 from dspark.draft.model import DSparkDraftModel
-from dspark.losses import objective_chunked
+from dspark.losses import objective_chunked, one_pass
 
 __all__ = ["Objective"]
 
@@ -50,19 +53,21 @@ class Objective(nn.Module):
         ramp: float,
     ) -> tuple[Tensor, Tensor]:  # [] with a graph, [3·K + 10] float64 without
         """Loss share and `Sums.to_vector`. With N = 0 the loss is 0 and so is every gradient."""
+        heads: dict[str, Any] = {
+            "draft": self.draft,
+            "target_head": self._target_head,
+            "settings": self._settings,
+        }
         casting = nullcontext()
         if self._autocast is not None:
             casting = torch.autocast(taps.device.type, self._autocast)  # type: ignore[assignment]
         with casting:
             hidden = self.draft(taps, anchor_ids, anchors).flatten(0, 1)[block_rows]
-            sums = objective_chunked(
-                hidden,
-                target_hidden,
-                labels,
-                mask,
-                prev_ids,
-                draft=self.draft,
-                target_head=self._target_head,
-                settings=self._settings,
-            )
+            blocks = (hidden, target_hidden, labels, mask, prev_ids)
+            if self._settings.one_pass and one_pass.usable(self.draft, hidden):
+                loss, sums = one_pass.objective_in_one_pass(
+                    *blocks, **heads, denominators=denominators, ramp=ramp
+                )
+                return loss, sums.to_vector()
+            sums = objective_chunked(*blocks, **heads)
         return sums.loss(denominators, self._settings, ramp), sums.to_vector()
