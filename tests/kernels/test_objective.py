@@ -425,7 +425,8 @@ def test_the_trainer_gets_the_same_from_both(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = Batch([4, 4, 2], device)
-    found, calls = [], []
+    found: list[list[Tensor]] = []
+    calls: list[None] = []
     monkeypatch.setattr("dspark.losses.one_pass.usable", lambda *_: True)
 
     def counted(*given: Any, **how: Any) -> Any:
