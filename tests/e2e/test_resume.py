@@ -114,6 +114,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(trainer.Trainer, "_optimize", interrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [

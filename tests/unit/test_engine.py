@@ -420,6 +420,7 @@ def test_draining_finishes_what_was_accepted_and_refuses_the_rest(
     assert end.finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_health_fails_while_the_worker_is_stuck(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

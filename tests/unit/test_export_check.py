@@ -154,6 +154,7 @@ def test_a_draft_that_keeps_next_to_nothing_is_warned_about(
     assert (sentence in (out / "README.md").read_text()) is warned
 
 
+@pytest.mark.slow
 def test_a_damaged_export_is_found(
     target: Target, exported: Path, probe: Probe, tmp_path: Path
 ) -> None:

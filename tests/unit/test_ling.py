@@ -99,6 +99,7 @@ def its_name(name: str) -> str:
     return name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_agree_with_transformers(tmp_path: Path, variant: str) -> None:
     directory = save_tiny_ling(tmp_path / variant, variant)
@@ -237,6 +238,7 @@ def test_a_rejection_at_any_slot_leaves_no_trace(variant: str, wrong_at: int | N
     assert tokens == plain[: len(tokens)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["flash", pytest.param("tiny", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "sampling",

@@ -21,6 +21,7 @@ class Greedy:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [pytest.param("flash", marks=pytest.mark.slow), "tiny"])
 @pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_rows_of_a_batch_equal_each_alone(variant: str, count: int) -> None:

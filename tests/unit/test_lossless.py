@@ -27,6 +27,7 @@ def target() -> Target:
     return tiny_target()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block_size",
     [pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(15, marks=pytest.mark.slow)],

@@ -148,6 +148,7 @@ def test_a_sliding_window_target_is_sampled_with_its_window(tokenizer: Any, tmp_
         assert rows[prompt.id].input_ids == greedy_by_transformers(windowed, ids, 40)
 
 
+@pytest.mark.slow
 def test_a_row_holds_what_was_sampled_and_how(
     target: Target, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def test_usage_can_come_with_every_chunk(client: httpx.Client) -> None:
     assert counts[-1] == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 11}])
 def test_the_draft_changes_no_answer(
     client: httpx.Client, plain: httpx.Client, options: dict[str, Any]
@@ -438,6 +439,7 @@ def test_generate_needs_exactly_one_prompt(client: httpx.Client, body: dict[str,
     error_of(client.post("/generate", json=body), 400)
 
 
+@pytest.mark.slow
 def test_concurrent_requests_get_the_answers_they_get_alone(client: httpx.Client) -> None:
     prompts = ["first", "second", "third"]
 
