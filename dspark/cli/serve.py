@@ -254,7 +254,10 @@ def _bench_objective(
 
     Example: dspark bench objective --anchors 512 --json
     """
-    _needs_gpu("dspark bench objective", "without one the trainer takes the chunked form")
+    _needs_gpu(
+        "dspark bench objective",
+        "the trainer takes the chunked form, unless loss.one_pass asks for kernels",
+    )
     from dspark.bench.objective import ObjectiveOptions, measure, print_report
 
     report = measure(
