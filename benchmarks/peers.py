@@ -35,22 +35,24 @@ def fla_kda(heads: int, size: int, tokens: int, layers: int) -> list[Callable[[]
 
 def flashinfer_mla(
     latents: list[Tensor],  # a layer's [capacity, L + P]; capacity a multiple of 64
+    kv_b: Tensor,  # [H (N + V), L]
     heads: int,
-    rank: int,
+    nope: int,
     tokens: int,
     context: int,
     scale: float,
-) -> list[Callable[[], object]] | None:
-    """FlashInfer's paged MLA (fa3), one call a layer.
+) -> tuple[list[Callable[[], object]], list[Callable[[], object]]] | None:
+    """FlashInfer's paged MLA (fa3), one call a layer: alone, and with what stands around it.
 
-    Queries are absorbed and rotated already and latents appended; the product with the values and
-    the gate are left out.
+    Around it: cuBLAS moves the key product to the query, latents are copied to the cache, cuBLAS
+    rebuilds the values, and the gate multiplies them. Norm and rotation are left out.
     """
     try:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
     except ImportError:
         return None
-    turned = latents[0].shape[1] - rank
+    rank = kv_b.shape[1]
+    turned, value = latents[0].shape[1] - rank, len(kv_b) // heads - nope
     pages = -(-(context + tokens) // _PAGE)
 
     def ints(*values: int) -> Tensor:
@@ -71,7 +73,25 @@ def flashinfer_mla(
     paged = [one.view(-1, _PAGE, rank + turned) for one in latents]
     # as two tensors, which is how its cache lies
     caches = [(one[..., :rank].contiguous(), one[..., rank:].contiguous()) for one in paged]
-    return [lambda one=one: wrapper.run(still, rotated, one[0], one[1], out=out) for one in caches]
+    query, gate = _draw(heads, tokens, nope), _draw(tokens, heads, 1)
+    fresh, fresh_turned = _draw(tokens, rank), _draw(tokens, turned)
+    to_key, to_value = kv_b.view(heads, nope + value, rank).split([nope, value], 1)
+    rows = slice(context, context + tokens)
+
+    def alone(cache: tuple[Tensor, Tensor]) -> None:
+        wrapper.run(still, rotated, *cache, out=out)
+
+    def whole(cache: tuple[Tensor, Tensor]) -> None:
+        still.copy_(torch.bmm(query, to_key).transpose(0, 1))
+        cache[0].view(-1, rank)[rows] = fresh
+        cache[1].view(-1, turned)[rows] = fresh_turned
+        alone(cache)
+        values = torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2))
+        values.transpose(0, 1) * gate.sigmoid()
+
+    return tuple(  # type: ignore[return-value]
+        [lambda call=call, cache=cache: call(cache) for cache in caches] for call in (alone, whole)
+    )
 
 
 def _draw(*shape: int) -> Tensor:

@@ -143,8 +143,11 @@ class Bench:
 
         megabytes = 2 * (context + self.tokens) * (rank + rope) / 1e6
         us = timed([lambda i=i: whole(i) for i in range(layers)])
-        calls = flashinfer_mla(latents, heads, rank, self.tokens, context, scale)
-        self.add(f"MLA verify, {context} positions", us, megabytes, calls and timed(calls))
+        peers = flashinfer_mla(latents, kv_b, heads, nope, self.tokens, context, scale)
+        alone, around = map(timed, peers) if peers else (None, None)
+        self.add(f"MLA verify, {context} positions", us, megabytes, around)
+        us = timed([lambda i=i: attend(i) for i in range(layers)])
+        self.add(f"mla_attend, {context} positions", us, megabytes, alone)
 
     def norms(self) -> None:
         hidden, chosen = self.config.hidden_size, self.config.num_experts_per_tok

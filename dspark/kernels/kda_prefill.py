@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dspark.kernels.kda_chunks import BLOCK, CHUNK, Segment, chain, solve
+from dspark.kernels.launch import check_shapes
 
 __all__ = ["kda_prefill", "supported"]
 
@@ -182,15 +183,14 @@ def kda_prefill(
             f"kda_prefill wants rows, heads of a power of two from 16 on, decays from {_LOWEST} on "
             f"and segments of whole chunks, got {tuple(q.shape)}, {heads}, {lower_bound}, {segment}"
         )
-    for name, one, shape in (
-        ("tail", tail, (len(tail), 3 * width)),
-        *((f"taps {i}", one, (width, len(tail) + 1)) for i, one in enumerate(taps)),
-        ("dt_bias", dt_bias, (width,)),
-        ("norm", norm, (size,)),
-        ("state", state, (heads, size, size)),
-    ):
-        if one.shape != shape or not one.is_contiguous():
-            raise ValueError(f"kda_prefill wants contiguous {name} {shape}, got {tuple(one.shape)}")
+    check_shapes(
+        "kda_prefill",
+        tail=(tail, (len(tail), 3 * width)),
+        **{f"taps {i}": (one, (width, len(tail) + 1)) for i, one in enumerate(taps)},
+        dt_bias=(dt_bias, (width,)),
+        norm=(norm, (size,)),
+        state=(state, (heads, size, size)),
+    )
     if b.shape != (rows, heads) or b.stride(1) != 1:
         raise ValueError(f"kda_prefill wants b [{rows}, {heads}], got {tuple(b.shape)}")
     # so that the compiler knows how many numbers it may load at once

@@ -11,27 +11,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dspark.kernels.reduce_norm import norm_row
+
 __all__ = ["expert_rows", "limited_swiglu_rows", "norm_rows"]
 
 
 @triton.jit
 def _norm_kernel(
-    x, part, weight, total, out, x_row, part_row, D, EPS,
-    BD: tl.constexpr, ADD: tl.constexpr,
+    x, part, weight, total, out, x_row, part_row,
+    D: tl.constexpr, EPS: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     live = d < D
-    dtype: tl.constexpr = out.dtype.element_ty
-    wide = tl.load(x + row * x_row + d, mask=live, other=0.0).to(tl.float32)
+    new = tl.load(x + row * x_row + d, mask=live, other=0.0)
     if ADD:
         more = tl.load(part + row * part_row + d, mask=live, other=0.0).to(tl.float32)
-        new = (wide + more).to(dtype)
+        new = (new.to(tl.float32) + more).to(out.dtype.element_ty)
         tl.store(total + row * D + d, new, mask=live)
-        wide = new.to(tl.float32)
-    wide = (wide * tl.rsqrt(tl.sum(wide * wide) / D + EPS)).to(dtype).to(tl.float32)
-    scale = tl.load(weight + d, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + row * D + d, (wide * scale).to(dtype), mask=live)
+    scale = tl.load(weight + d, mask=live, other=0.0)
+    norm_row(new, scale, out + row * D + d, live, D, EPS)
 
 
 def norm_rows(
@@ -57,7 +56,7 @@ def norm_rows(
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     total = out if part is None else torch.empty_like(out)
     _norm_kernel[(len(flat),)](
-        flat, more, weight, total, out, flat.stride(0), more.stride(0), size, eps,
+        flat, more, weight, total, out, flat.stride(0), more.stride(0), D=size, EPS=eps,
         BD=triton.next_power_of_2(size), ADD=part is not None, num_warps=4 if size <= 1024 else 8,
     )  # fmt: skip
     return x if part is None else total.view(x.shape), out.view(x.shape)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.kernels.expert_sum import expert_sum, expert_sum_reference
 from dspark.kernels.prompt_rows import expert_rows, limited_swiglu_rows, norm_rows
 from dspark.kernels.router import route_rows
 from dspark.target.config import LingConfig
@@ -81,22 +80,6 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         limited_swiglu_rows(x, x[0], 0.0)
     with pytest.raises(ValueError, match="order"):
         expert_rows(x[0], torch.zeros(8, dtype=torch.int64, device=device), 2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_shared_expert_is_added_to_the_sum(
-    dtype: torch.dtype, seed: int, device: torch.device
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    parts = torch.randn(12 * 3, 1100, generator=generator).to(device, dtype)
-    places = torch.randperm(12 * 3, generator=generator).view(12, 3).to(device)
-    weights = torch.rand(12, 3, generator=generator).to(device)
-    shared = torch.randn(12, 1100, generator=generator).to(device, dtype)
-    out = expert_sum(parts, places, weights, shared)
-    close(out, expert_sum_reference(parts, places, weights, shared))
-    with pytest.raises(ValueError, match="wants contiguous shared"):
-        expert_sum(parts, places, weights, shared[:3])
 
 
 def layer(seed: int, device: torch.device, index: int = 4) -> MoE:
