@@ -174,9 +174,9 @@ class LossSettings(_Settings):
     """Per-slot distance in the L1 term: full L1; KL blended with TV by alpha; -log alpha."""
     chunk_blocks: PositiveInt = 64
     """Blocks whose vocabulary-wide tensors exist at one time."""
-    one_pass: bool = False
-    """On a GPU: loss and gradient in one pass over the vocabulary, by kernels. Off by default: it
-    was compared through Triton's interpreter only."""
+    one_pass: bool = True
+    """On a GPU: loss and gradient in one pass over the vocabulary, by kernels. False goes through
+    autograd chunk by chunk, as CPUs do, at three times the time and memory."""
 
 
 class TrackerSettings(_Settings):
