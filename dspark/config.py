@@ -141,6 +141,18 @@ class DataSettings(_Settings):
     """Tokens of a row, prompt included; longer rows are cut and counted."""
     min_supervised_tokens: PositiveInt = 2
     """Rows with fewer are rejected and counted."""
+    pack_length: PositiveInt | None = None
+    """Put several of these rows, each a document of its own, into one of up to so many tokens
+    (at least `max_length`); `train.num_anchors` is then shared among them. None: no packing."""
+
+    @model_validator(mode="after")
+    def _pack_holds_a_document(self) -> Self:
+        if self.pack_length is not None and self.pack_length < self.max_length:
+            raise ValueError(
+                f"pack_length is {self.pack_length}, less than max_length {self.max_length}: a row "
+                "must hold the longest document"
+            )
+        return self
 
 
 class CaptureSettings(_Settings):
@@ -203,7 +215,8 @@ class TrainSettings(_Settings):
     grad_accumulation: PositiveInt = 1
     """Forward passes of one optimizer step. Global batch = batch_size x this x processes."""
     num_anchors: PositiveInt = 512
-    """Blocks sampled from a row at each visit."""
+    """Blocks sampled from a row at each visit; the documents of a packed row share them by their
+    supervised tokens."""
     lr: Annotated[float, Field(gt=0.0)] = 6e-4
     warmup_ratio: Fraction = 0.04
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
@@ -214,6 +227,9 @@ class TrainSettings(_Settings):
     mixed_precision: Literal["no", "bf16"] | None = None
     """None takes what `accelerate launch` was told."""
     gradient_checkpointing: bool = False
+    attention: Literal["auto", "dense"] = "auto"
+    """Of the draft while it trains. auto: on a GPU, only over the tiles of the context that are
+    seen (flex attention, compiled at the first step); dense: with a mask of the whole."""
     seed: int = 0
     num_processes: PositiveInt | None = None
     """Refuse to start with any other number of processes."""

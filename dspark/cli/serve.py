@@ -256,7 +256,7 @@ def _bench_objective(
     """
     _needs_gpu(
         "dspark bench objective",
-        "the trainer takes the chunked form, unless loss.one_pass asks for kernels",
+        "there the trainer takes kernels, elsewhere the chunked form",
     )
     from dspark.bench.objective import ObjectiveOptions, measure, print_report
 

@@ -32,13 +32,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence."""
+    """One document, or (from `packing`) several, one behind the other."""
 
     id: str
     input_ids: Tensor  # [S] int64
     loss_mask: Tensor  # [S] bool
     taps: Tensor | None = None  # [S, F*D], only from shards
     last_hidden: Tensor | None = None  # [S, D], only from shards
+    documents: tuple[tuple[str, int], ...] = ()
+    """Id and tokens of every document; empty: the row is one."""
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Id and tokens of every document, one or more."""
+        return self.documents or ((self.id, len(self.input_ids)),)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,10 @@ class ResponseRows:
     @property
     def num_tokens(self) -> int:
         return sum(len(row.input_ids) for row in self._rows)
+
+    def lengths(self) -> list[int]:
+        """Tokens of every row."""
+        return [len(row.input_ids) for row in self._rows]
 
     def used_ids(self) -> set[int]:
         """Every token id that occurs: none of them can be the mask token."""
@@ -179,6 +189,10 @@ class ShardRows:
     @property
     def num_tokens(self) -> int:
         return self._store.num_tokens
+
+    def lengths(self) -> list[int]:
+        """Tokens of every row."""
+        return self._store.lengths()
 
     def used_ids(self) -> set[int]:
         """Every token id that occurs: none of them can be the mask token."""

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,14 @@ class FeatureStore:
         part = slice(offsets[inside], offsets[inside + 1])
         keys = ("input_ids", "loss_mask", "taps", "last_hidden")
         return names[inside], {key: file.get_slice(key)[part] for key in keys}
+
+    def lengths(self) -> list[int]:
+        """Tokens of every row."""
+        found: list[int] = []
+        for shard in range(len(self._shards)):
+            offsets = self._open(shard)[2]
+            found.extend(end - begin for begin, end in pairwise(offsets))
+        return found
 
     def used_ids(self) -> set[int]:
         """Every token id that occurs in any row."""

@@ -10,9 +10,11 @@ heads, N head size.
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
 
 from dspark.draft.config import DSparkConfig
+from dspark.draft.sparse_attention import sparse_attention
 
 __all__ = ["DraftAttention", "DraftLayer", "rotate"]
 
@@ -53,11 +55,14 @@ class DraftAttention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.groups, self.size))
         return rotate(k.transpose(1, 2), rotary), v.transpose(1, 2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, H, Q, N] over [B, G, C + Q, N], mask [B, 1, Q, C + Q] -> [B, Q, D]."""
-        repeat = self.heads // self.groups
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        """[B, H, Q, N] over [B, G, C + Q, N], mask [B, 1, Q, C + Q] or its tiles -> [B, Q, D]."""
+        if isinstance(mask, BlockMask):
+            out = sparse_attention(q, k, v, mask)
+        else:
+            repeat = self.heads // self.groups
+            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+            out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return mixed
 
@@ -77,7 +82,7 @@ class DraftLayer(nn.Module):
         hidden: Tensor,  # [B, Q, D]
         context: tuple[Tensor, Tensor],  # keys and values of the context, [B, G, C, N]
         rotary: Rotary,  # of the block positions
-        mask: Tensor | None,  # [B, 1, Q, C + Q] bool, None: everything is visible
+        mask: Tensor | BlockMask | None,  # [B, 1, Q, C + Q] bool; None: everything is visible
     ) -> Tensor:  # [B, Q, D]
         """One layer; the context's keys and values come from `DraftAttention.keys_values`."""
         normed = self.input_layernorm(hidden)

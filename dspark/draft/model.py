@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from dspark.draft.anchors import block_positions, visible
+from dspark.draft.anchors import block_positions
 from dspark.draft.config import DSparkConfig
 from dspark.draft.heads import ConfidenceHead, MarkovHead
 from dspark.draft.layers import DraftLayer
+from dspark.draft.visibility import TILE, Visibility
 from dspark.kernels.packed_linear import pack_linears
 
 __all__ = ["DSparkDraftModel", "DraftContext"]
@@ -82,6 +83,8 @@ class DSparkDraftModel(PreTrainedModel):
         self.embed_weight: Tensor | None = None  # [V, D]
         self.head_weight: Tensor | None = None  # [V, D]
         self._step_head: nn.Linear | None = None
+        self.sparse_attention = True
+        """On a GPU: skip the tiles of (slots, context) that no slot of may see."""
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -148,20 +151,29 @@ class DSparkDraftModel(PreTrainedModel):
         taps: Tensor,  # [B, S, F*D]
         anchor_ids: Tensor,  # [B, A] int64
         anchors: Tensor,  # [B, A] int64 positions
+        starts: Tensor | None = None,  # [B, S] int64, first position of each one's document
+        anchor_starts: Tensor | None = None,  # [B, A] int64, the same at the anchors
         **kwargs: Any,
     ) -> Tensor:  # [B, A, K, D] behind the final norm
-        """Hidden states of every slot of every block."""
+        """Hidden states of every slot of every block; documents of a row do not see each other."""
         batch, count = anchors.shape
         context = self.project_context(taps)
         length = context.shape[1]
         hidden = self._block_input(anchor_ids).flatten(1, 2)
-        positions = block_positions(anchors, self.block_size).flatten(1)
+        places = torch.arange(length, device=taps.device)[None]
+        if starts is None or anchor_starts is None:
+            anchor_starts = torch.zeros_like(anchors)
+        else:
+            places = places - starts
+        positions = block_positions(anchors - anchor_starts, self.block_size).flatten(1)
         rotary = self.rotary_emb(hidden, positions)
-        context_rotary = self.rotary_emb(hidden, torch.arange(length, device=taps.device)[None])
-        mask = visible(anchors, length, self.block_size)[:, None]
+        context_rotary = self.rotary_emb(hidden, places)
+        seen = Visibility(anchors, anchor_starts, length, self.block_size)
+        sparse = self.sparse_attention and hidden.is_cuda and length % TILE == 0
+        mask = seen.tiles() if sparse else seen.dense()[:, None]
         for layer in self.layers:
-            seen = layer.self_attn.keys_values(context, context_rotary)  # type: ignore[union-attr, operator]
-            hidden = layer(hidden, seen, rotary, mask)
+            read = layer.self_attn.keys_values(context, context_rotary)  # type: ignore[union-attr, operator]
+            hidden = layer(hidden, read, rotary, mask)
         out: Tensor = self.norm(hidden)
         return out.view(batch, count, self.block_size, -1)
 

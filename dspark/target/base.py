@@ -35,21 +35,33 @@ class Features:
     last_hidden: Tensor  # [B, S, D], behind the final norm
 
     def usable(self, lengths: Tensor) -> Tensor:  # [B] int64 -> [B] bool
-        """Rows that can be learned from, by their first ``lengths`` positions.
+        """Rows that can be learned from, by their first ``lengths`` positions."""
+        batch, length = self.taps.shape[:2]
+        real = torch.arange(length, device=lengths.device) < lengths[:, None]
+        rows = torch.arange(batch, device=lengths.device)[:, None]
+        return self.usable_documents(torch.where(real, rows, batch), batch)
+
+    def usable_documents(
+        self,
+        documents: Tensor,  # [B, S] int64, the document of each position; ``count`` in padding
+        count: int,
+    ) -> Tensor:  # [count] bool
+        """Documents that can be learned from.
 
         In the others a value is NaN or infinite (an overflow in float16, a damaged weight), or one
         of the layers is zero throughout.
         """
         hidden_size = self.last_hidden.shape[-1]
         layers = self.taps.view(*self.taps.shape[:2], -1, hidden_size).unbind(2)
-        real = torch.arange(self.taps.shape[1], device=lengths.device) < lengths[:, None]
-        # the largest magnitude is NaN where any is, and no tensor of this size is made
-        largest = [
-            torch.linalg.vector_norm(layer, torch.inf, dim=-1).where(real, 0).amax(-1)
-            for layer in (*layers, self.last_hidden)
-        ]
-        peaks = torch.stack(largest)
-        return (peaks.isfinite() & (peaks > 0)).all(0)
+        places = documents.flatten()
+        fine = torch.ones(count, dtype=torch.bool, device=documents.device)
+        for layer in (*layers, self.last_hidden):
+            # the largest magnitude is NaN where any is, and no tensor of this size is made
+            peaks = torch.linalg.vector_norm(layer, torch.inf, dim=-1).flatten()
+            marks = torch.stack([~peaks.isfinite(), peaks != 0]).int()
+            broken, filled = marks.new_zeros(2, count + 1).index_add_(1, places, marks)[:, :count]
+            fine &= (broken == 0) & (filled > 0)
+        return fine
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dspark.target import Features, Target
 
 __all__ = ["batch_features", "gather_rows", "silence"]
+
+_FILL = 0.8
+"""Least length of a document beside the longest one it is computed with."""
 
 
 def batch_features(
@@ -20,14 +24,47 @@ def batch_features(
     input_ids: Tensor,  # [B, S] int64, padded on the right
     taps: Tensor | None,  # [B, S, F*D] from shards, else None
     last_hidden: Tensor | None,  # [B, S, D] from shards, else None
+    spans: Sequence[tuple[int, int, int]] = (),  # row, first position and tokens of each document
 ) -> Features:
     """Taps and last hidden states on the device of ``input_ids``, without a graph.
 
     Padding on the right needs no mask: nothing before it can see it, and no anchor stands in it.
+    Documents that share a row are computed apart: no target needs to know where one ends.
     """
     if taps is not None and last_hidden is not None:
         return Features(taps, last_hidden)
-    return target.features(input_ids, layer_ids)
+    if all(first == 0 for _, first, _ in spans):
+        return target.features(input_ids, layer_ids)
+    found: Features | None = None
+    for group in _alike([tokens for _, _, tokens in spans]):
+        chosen = [spans[number] for number in group]
+        ids = pad_sequence(
+            [input_ids[row, first : first + tokens] for row, first, tokens in chosen],
+            batch_first=True,
+        )
+        part = target.features(ids, layer_ids)
+        if found is None:
+            shape = input_ids.shape
+            found = Features(
+                part.taps.new_zeros(*shape, part.taps.shape[-1]),
+                part.last_hidden.new_zeros(*shape, part.last_hidden.shape[-1]),
+            )
+        for place, (row, first, tokens) in enumerate(chosen):
+            found.taps[row, first : first + tokens] = part.taps[place, :tokens]
+            found.last_hidden[row, first : first + tokens] = part.last_hidden[place, :tokens]
+    assert found is not None
+    return found
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Numbers of documents that are computed together: little of a group is padding."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups and lengths[number] >= _FILL * lengths[groups[-1][0]]:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
 
 
 def gather_rows(
@@ -41,17 +78,19 @@ def gather_rows(
 @torch.no_grad()
 def silence(
     features: Features,
-    usable: Tensor,  # [B] bool
+    usable: Tensor,  # [M] bool, by document
+    documents: Tensor,  # [B, S] int64, the document of each position; M in padding
     mask: Tensor,  # [N, K] bool, supervised slots
-    block_rows: Tensor,  # [N] int64, blocks among the B*A
-    num_anchors: int,
+    block_documents: Tensor,  # [N] int64
 ) -> Tensor:  # [N, K] bool
-    """Set the features of rows that are not usable to 0, in place, and unsupervise their slots.
+    """Set features of documents that are not usable to 0, in place, and unsupervise their slots.
 
     A masked slot adds 0 to every sum, and only finite numbers make that 0 a number. The divisors of
     the step were fixed before (see `losses.denominators`) and still count these slots: so little
     is lost (1% of the rows at most) that no second round of communication is worth it.
     """
+    # padding too: behind a broken row it is as broken, and a masked NaN is still a NaN
+    out = torch.cat([~usable, usable.new_ones(1)])[documents]
     for tensor in (features.taps, features.last_hidden):
-        tensor.masked_fill_(~usable[:, None, None], 0)
-    return mask & usable[block_rows // num_anchors][:, None]
+        tensor.masked_fill_(out[..., None], 0)
+    return mask & usable[block_documents][:, None]

@@ -1,9 +1,9 @@
 """One forward pass of the draft and its objective, as the one module that is prepared.
 
 Everything that reads a trainable parameter happens inside `forward`, so that data parallelism
-and autocast see all of it. The frozen target stays outside. The objective goes through `chunked`,
-or on a GPU, where `loss.one_pass` asks for it and the logits are bfloat16 or float32, through
-`one_pass`.
+and autocast see all of it. The frozen target stays outside. The objective goes through `one_pass`
+on a GPU (unless `loss.one_pass` is off or logits are neither bfloat16 nor float32), else through
+`chunked`.
 """
 
 from collections.abc import Callable
@@ -45,6 +45,8 @@ class Objective(nn.Module):
         *,
         anchor_ids: Tensor,  # [B, A] int64
         anchors: Tensor,  # [B, A] int64
+        starts: Tensor | None = None,  # [B, S] int64, first position of each one's document
+        anchor_starts: Tensor | None = None,  # [B, A] int64
         block_rows: Tensor,  # [N] int64, the supervised blocks among the B*A
         labels: Tensor,  # [N, K] int64
         prev_ids: Tensor,  # [N, K] int64
@@ -62,7 +64,8 @@ class Objective(nn.Module):
         if self._autocast is not None:
             casting = torch.autocast(taps.device.type, self._autocast)  # type: ignore[assignment]
         with casting:
-            hidden = self.draft(taps, anchor_ids, anchors).flatten(0, 1)[block_rows]
+            hidden = self.draft(taps, anchor_ids, anchors, starts, anchor_starts)
+            hidden = hidden.flatten(0, 1)[block_rows]
             blocks = (hidden, target_hidden, labels, mask, prev_ids)
             if self._settings.one_pass and one_pass.usable(self.draft, hidden):
                 loss, sums = one_pass.objective_in_one_pass(

@@ -1,6 +1,7 @@
 """The rows a run trains on: responses (features are computed online) or capture shards."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,10 +10,21 @@ from dspark.config import Config
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, Row, ShardRows
 from dspark.corpus.ids import id_limit
+from dspark.corpus.packing import PackedRows
 from dspark.errors import ConfigError, DataError
 from dspark.target import Target
 
-__all__ = ["TrainingRows", "check_features", "check_fit", "facts", "identity", "open_rows"]
+__all__ = [
+    "TrainingRows",
+    "check_features",
+    "check_fit",
+    "documents_of",
+    "facts",
+    "identity",
+    "open_rows",
+]
+
+log = logging.getLogger(__name__)
 
 _SAMPLED = 16  # rows whose ids stand for all of them in `identity`
 
@@ -29,6 +41,13 @@ class TrainingRows(Protocol):
         ...
 
 
+def documents_of(rows: TrainingRows) -> ResponseRows | ShardRows:
+    """What the rows were made of, before packing."""
+    held: Any = rows.documents if isinstance(rows, PackedRows) else rows
+    assert isinstance(held, ResponseRows | ShardRows)
+    return held
+
+
 def open_rows(config: Config, tokenizer: Any) -> TrainingRows:
     """The rows that `train.features` asks for; no target is needed yet.
 
@@ -37,6 +56,21 @@ def open_rows(config: Config, tokenizer: Any) -> TrainingRows:
         CheckpointError: the shards are missing, incomplete or damaged.
         DataError: responses cannot be read, or none can be trained on.
     """
+    documents = _documents(config, tokenizer)
+    if config.data.pack_length is None:
+        return documents
+    packed = PackedRows(documents, config.data.pack_length)
+    log.info(
+        "%d documents in %d rows of %d tokens, %.1f%% full",
+        len(documents),
+        len(packed),
+        config.data.pack_length,
+        100 * packed.fill,
+    )
+    return packed
+
+
+def _documents(config: Config, tokenizer: Any) -> ResponseRows | ShardRows:
     data = config.data
     if config.train.features == "offline":
         if data.shards is None:
@@ -86,18 +120,19 @@ def check_fit(rows: TrainingRows, target: Target) -> None:
             f"the data holds token id {largest} but target '{target.name}' has {target.vocab_size} "
             "ids: the rows were made with another tokenizer"
         )
-    if isinstance(rows, ResponseRows):
-        longest = max(len(rows[number].input_ids) for number in range(len(rows)))
+    documents = documents_of(rows)
+    if isinstance(documents, ResponseRows):
+        longest = max(documents.lengths())
         if longest > target.max_position_embeddings:
             raise DataError(
                 f"a row holds {longest} tokens but target '{target.name}' has "
                 f"{target.max_position_embeddings} positions: set data.max_length to that or less"
             )
-    masks = (rows[number].loss_mask for number in range(len(rows)))
+    masks = (documents[number].loss_mask for number in range(len(documents)))
     if not any(bool((mask[:-1] & mask[1:]).any()) for mask in masks):
         raise DataError(
-            f"none of the {len(rows)} rows holds two supervised tokens in a row, so no block can "
-            "be trained: check the loss masks with `dspark doctor`"
+            f"none of the {len(documents)} rows holds two supervised tokens in a row, so no block "
+            "can be trained: check the loss masks with `dspark doctor`"
         )
 
 
@@ -106,9 +141,12 @@ def facts(rows: TrainingRows) -> dict[str, Any]:
 
     Shards do not tell the latter.
     """
-    told: dict[str, Any] = {"rows": len(rows)}
-    if isinstance(rows, ResponseRows):
-        told["thinking"] = dict(sorted(rows.thinking.items()))
+    documents = documents_of(rows)
+    told: dict[str, Any] = {"rows": len(documents)}
+    if isinstance(rows, PackedRows):
+        told["packed_rows"] = len(rows)
+    if isinstance(documents, ResponseRows):
+        told["thinking"] = dict(sorted(documents.thinking.items()))
     return told
 
 

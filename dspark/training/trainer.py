@@ -37,7 +37,7 @@ from dspark.training.journal import Journal
 from dspark.training.monitor import Monitor
 from dspark.training.objective import Objective
 from dspark.training.optim import Schedule, plan_steps, ramp_at
-from dspark.training.rows import check_features, check_fit, facts, identity, open_rows
+from dspark.training.rows import check_features, check_fit, documents_of, facts, identity, open_rows
 from dspark.training.signals import StopRequest
 from dspark.training.window import Pass, Split, Window, Windows
 
@@ -49,9 +49,9 @@ log = logging.getLogger(__name__)
 _PLAIN_KEYS = frozenset(
     {
         "output_dir", "features", "steps", "epochs", "batch_size", "grad_accumulation",
-        "gradient_checkpointing", "num_processes", "resume", "save_every", "keep", "log_every",
-        "validate_every", "validation_prompts", "validation_limit", "validation_max_new_tokens",
-        "tracker", "chunk_blocks", "seed", "num_anchors",
+        "gradient_checkpointing", "attention", "num_processes", "resume", "save_every", "keep",
+        "log_every", "validate_every", "validation_prompts", "validation_limit",
+        "validation_max_new_tokens", "tracker", "chunk_blocks", "seed", "num_anchors",
     }
 )  # fmt: skip
 
@@ -121,6 +121,7 @@ class Trainer:
             "target": self.target.fingerprint(),
             **identity(rows),
             "data.max_length": config.data.max_length,
+            "data.pack_length": config.data.pack_length,
             "train.seed": settings.seed,
             "train.num_anchors": settings.num_anchors,
             "global batch (batch_size x grad_accumulation x processes)": self.plan.global_batch,
@@ -137,6 +138,7 @@ class Trainer:
             self.draft = build.restored_draft(
                 draft_config, saved.weights, self.target, where=str(saved.path)
             )
+        self.draft.sparse_attention = settings.attention == "auto"
         if settings.gradient_checkpointing:
             build.checkpoint_layers(self.draft)
         named = dict(self.draft.trainable())
@@ -168,7 +170,7 @@ class Trainer:
         )
         self.monitor = Monitor(self.draft.block_size, accelerator)
         self._data = facts(rows)
-        self.unusable = Unusable(len(rows), self.target.dtype)
+        self.unusable = Unusable(len(documents_of(rows)), self.target.dtype)
         self._usable: list[tuple[tuple[str, ...], Tensor]] = []
         self.step = 0
         self.best: Best | None = None
@@ -273,7 +275,7 @@ class Trainer:
             with self.engine.part(last=last):
                 loss, vector, skipped = self._forward(one.to(device), shared[:2], ramp)
                 self.engine.backward(loss)
-            self.monitor.add(vector, loss, tokens=int(one.lengths.sum()), skipped=skipped)
+            self.monitor.add(vector, loss, tokens=one.num_tokens, skipped=skipped)
         norm = self.engine.step(self.schedule.lr(step))
         self.monitor.end_step(norm, shared[:2])
         return stop.pending if processes == 1 else stopping.read()
@@ -283,16 +285,18 @@ class Trainer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss share, `Sums.to_vector`, and how many rows were left out."""
         features = batch_features(
-            self.target, self.draft.layer_ids, one.input_ids, one.taps, one.last_hidden
+            self.target, self.draft.layer_ids, one.input_ids, one.taps, one.last_hidden, one.spans
         )
-        usable = features.usable(one.lengths)
+        usable = features.usable_documents(one.documents, len(one.spans))
         self._usable.append((one.row_ids, usable))  # read when a line is due
-        mask = silence(features, usable, one.mask, one.block_rows, one.anchors.shape[1])
+        mask = silence(features, usable, one.documents, one.mask, one.block_documents)
         loss, vector = self.engine(
             features.taps,
             gather_rows(features.last_hidden, one.target_rows),
             anchor_ids=one.anchor_ids,
             anchors=one.anchors,
+            starts=one.starts,
+            anchor_starts=one.anchor_starts,
             block_rows=one.block_rows,
             labels=one.labels,
             prev_ids=one.prev_ids,

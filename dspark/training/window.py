@@ -5,7 +5,8 @@ seed and the row's position in the run (which stands for step and row: a row tha
 step gets other anchors the second time). A window is therefore a function of (seed, step), the
 same for every split over processes and forward passes, and can be drawn ahead in another thread.
 
-Symbols: B rows of a forward pass, S positions, A anchors, K slots, N supervised blocks.
+Symbols: B rows of a forward pass, S positions, M documents in them (B without packing), A anchors,
+K slots, N supervised blocks.
 """
 
 import hashlib
@@ -21,11 +22,13 @@ from torch.nn import functional
 from dspark.config import LossSettings
 from dspark.corpus.dataset import Batch, Row, collate, rows_at
 from dspark.draft.anchors import sample_blocks
+from dspark.draft.visibility import TILE
 from dspark.losses import denominators
 
 __all__ = ["Pass", "Rows", "Split", "Window", "Windows", "draw_pass"]
 
 _PAD_TO = 64
+_PAD_TO_GPU = TILE  # whole tiles for the attention over them
 _AHEAD = 2  # windows drawn while one is trained on
 
 
@@ -46,13 +49,24 @@ class Pass:
     last_hidden: Tensor | None  # [B, S, D], from shards
     anchors: Tensor  # [B, A] int64
     anchor_ids: Tensor  # [B, A] int64
+    anchor_starts: Tensor  # [B, A] int64, first position of the anchor's document
     block_rows: Tensor  # [N] int64, supervised blocks among B*A
+    block_documents: Tensor  # [N] int64, the document of each among the M
     target_rows: Tensor  # [N, K] int64, positions among B*S whose hidden state predicts the labels
     labels: Tensor  # [N, K] int64
     prev_ids: Tensor  # [N, K] int64
     mask: Tensor  # [N, K] bool
-    lengths: Tensor  # [B] int64, without padding
+    documents: Tensor  # [B, S] int64, the document of each position among the M; M in padding
+    starts: Tensor | None  # [B, S] int64, first position of its document; None: 0 everywhere
+    spans: tuple[tuple[int, int, int], ...]
+    """Row, first position and tokens of each of the M documents."""
     row_ids: tuple[str, ...]
+    """Of the M documents."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Without padding."""
+        return sum(tokens for _, _, tokens in self.spans)
 
     def to(self, device: torch.device) -> "Pass":
         """The same on ``device``, copied without waiting for it."""
@@ -137,6 +151,7 @@ class Windows:
                 [anchor_seed(self._seed, step * split.global_batch + place) for place in places],
                 num_anchors=self._num_anchors,
                 block_size=self._block_size,
+                pad_to=_PAD_TO_GPU if self._pin else _PAD_TO,
             )
             total += denominators(one.mask, self._loss)
             passes.append(one.pinned() if self._pin else one)
@@ -163,20 +178,31 @@ def anchor_seed(seed: int, position: int) -> int:
 
 
 def draw_pass(
-    rows: Sequence[Row], seeds: Sequence[int], *, num_anchors: int, block_size: int
+    rows: Sequence[Row],
+    seeds: Sequence[int],
+    *,
+    num_anchors: int,
+    block_size: int,
+    pad_to: int = _PAD_TO,
 ) -> Pass:
     """Rows and their anchors to the tensors of one forward pass.
 
     S is rounded up, so that a device sees few shapes. Only blocks with a supervised slot are
     listed; N may be 0.
     """
-    batch = _padded(collate(rows))
+    batch = _padded(collate(rows), pad_to)
+    spans = _spans(rows)
+    documents = _by_position(batch.input_ids.shape, spans, range(len(spans)), len(spans))
+    starts = None
+    if any(row.documents for row in rows):
+        starts = _by_position(batch.input_ids.shape, spans, [first for _, first, _ in spans], 0)
     blocks = sample_blocks(
         batch.input_ids,
         batch.loss_mask,
         num_anchors=num_anchors,
         block_size=block_size,
         generators=[torch.Generator().manual_seed(seed) for seed in seeds],
+        starts=starts,
     )
     mask = blocks.mask.flatten(0, 1)
     chosen = mask.any(-1).nonzero()[:, 0]
@@ -187,19 +213,43 @@ def draw_pass(
         last_hidden=batch.last_hidden,
         anchors=blocks.anchors,
         anchor_ids=blocks.anchor_ids,
+        anchor_starts=blocks.anchor_starts,
         block_rows=chosen,
+        block_documents=documents.gather(1, blocks.anchors).flatten()[chosen],
         target_rows=(line + blocks.target_index).flatten(0, 1)[chosen],
         labels=blocks.label_ids.flatten(0, 1)[chosen],
         prev_ids=blocks.prev_ids.flatten(0, 1)[chosen],
         mask=mask[chosen],
-        lengths=torch.tensor([len(row.input_ids) for row in rows]),
-        row_ids=tuple(row.id for row in rows),
+        documents=documents,
+        starts=starts,
+        spans=spans,
+        row_ids=tuple(name for row in rows for name, _ in row.parts()),
     )
 
 
-def _padded(batch: Batch) -> Batch:
-    """S up to a multiple of `_PAD_TO`: id 0, mask False, features 0."""
-    more = -batch.input_ids.shape[1] % _PAD_TO
+def _spans(rows: Sequence[Row]) -> tuple[tuple[int, int, int], ...]:
+    found = []
+    for number, row in enumerate(rows):
+        first = 0
+        for _, tokens in row.parts():
+            found.append((number, first, tokens))
+            first += tokens
+    return tuple(found)
+
+
+def _by_position(
+    shape: torch.Size, spans: Sequence[tuple[int, int, int]], values: Sequence[int], rest: int
+) -> Tensor:  # [B, S] int64
+    """Each document's value on its positions, ``rest`` on padding."""
+    out = torch.full(shape, rest, dtype=torch.int64)
+    for (row, first, tokens), value in zip(spans, values, strict=True):
+        out[row, first : first + tokens] = value
+    return out
+
+
+def _padded(batch: Batch, multiple: int) -> Batch:
+    """S up to a multiple: id 0, mask False, features 0."""
+    more = -batch.input_ids.shape[1] % multiple
 
     def pad(tensor: Tensor) -> Tensor:
         return functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, more))

@@ -2,7 +2,8 @@
 
 import torch
 
-from dspark.draft.anchors import blocks_at, sample_blocks, visible
+from dspark.draft.anchors import blocks_at, sample_blocks
+from dspark.draft.visibility import Visibility
 
 
 def generators(count: int, seed: int = 0) -> list[torch.Generator]:
@@ -76,7 +77,8 @@ def test_every_candidate_can_be_drawn() -> None:
 
 
 def test_context_is_strict_and_blocks_see_only_themselves_in_both_directions() -> None:
-    seen = visible(torch.tensor([[2, 5]]), length=8, block_size=3)[0]
+    anchors = torch.tensor([[2, 5]])
+    seen = Visibility(anchors, torch.zeros_like(anchors), 8, 3).dense()[0]
     for block, anchor in enumerate((2, 5)):
         for slot in range(3):
             row = seen[block * 3 + slot]

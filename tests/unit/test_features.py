@@ -116,9 +116,9 @@ def test_a_row_that_is_left_out_adds_nothing(place: Path) -> None:
         if bad is not None:
             features.last_hidden[bad, 3] = torch.inf
             features.taps[bad, :, 7] = torch.nan
-        usable = features.usable(one.lengths)
+        usable = features.usable_documents(one.documents, len(one.spans))
         assert usable.tolist() == [number != bad for number in range(len(usable))]
-        mask = silence(features, usable, one.mask, one.block_rows, one.anchors.shape[1])
+        mask = silence(features, usable, one.documents, one.mask, one.block_documents)
         loss, vector = objective(
             features.taps,
             gather_rows(features.last_hidden, one.target_rows),
