@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="forward passes of a step")
     parser.add_argument("--attention", choices=("auto", "dense"), default="auto")
     parser.add_argument("--objective", choices=("kernels", "chunked"), default="kernels")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--recompute", action="store_true", help="train.gradient_checkpointing")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="bf16, dense")
@@ -66,6 +67,8 @@ def measure(
     config = from_json(json.loads(options.draft.read_text()), str(options.draft))
     draft = synthetic_draft(config, accelerator.device)
     draft.sparse_attention = options.attention == "auto"
+    if options.compile:
+        draft.compile_training()
     if options.recompute:
         build.checkpoint_layers(draft)
     loss = LossSettings(one_pass=options.objective == "kernels")
@@ -129,7 +132,7 @@ def measure(
         **{key: getattr(options, key) for key in ("length", "documents", "rows", "anchors")},
         **{
             key: getattr(options, key)
-            for key in ("accumulate", "attention", "objective", "recompute")
+            for key in ("accumulate", "attention", "objective", "recompute", "compile")
         },
         "step_ms": milliseconds,
         "tokens_per_s": tokens / milliseconds * 1e3,

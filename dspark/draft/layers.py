@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rot
 from dspark.draft.config import DSparkConfig
 from dspark.draft.sparse_attention import sparse_attention
 
-__all__ = ["DraftAttention", "DraftLayer", "rotate"]
+__all__ = ["DraftAttention", "DraftLayer", "Rotary", "rotate"]
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, [B or 1, positions, N]
 

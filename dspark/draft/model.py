@@ -7,18 +7,19 @@ Source: DSpark, arXiv 2607.05147; names and shapes as in DeepSpec's Qwen3 drafts
 Symbols: B batch, S positions, A anchors, K slots, F tapped layers, D hidden, V vocabulary, r rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from dspark.draft.anchors import block_positions
 from dspark.draft.config import DSparkConfig
 from dspark.draft.heads import ConfidenceHead, MarkovHead
-from dspark.draft.layers import DraftLayer
+from dspark.draft.layers import DraftLayer, Rotary
 from dspark.draft.visibility import TILE, Visibility
 from dspark.kernels.packed_linear import pack_linears
 
@@ -83,6 +84,7 @@ class DSparkDraftModel(PreTrainedModel):
         self.embed_weight: Tensor | None = None  # [V, D]
         self.head_weight: Tensor | None = None  # [V, D]
         self._step_head: nn.Linear | None = None
+        self._compiled_stack: Callable[..., Tensor] | None = None
         self.sparse_attention = True
         """On a GPU: skip the tiles of (slots, context) that no slot of may see."""
         self.post_init()
@@ -157,8 +159,7 @@ class DSparkDraftModel(PreTrainedModel):
     ) -> Tensor:  # [B, A, K, D] behind the final norm
         """Hidden states of every slot of every block; documents of a row do not see each other."""
         batch, count = anchors.shape
-        context = self.project_context(taps)
-        length = context.shape[1]
+        length = taps.shape[1]
         hidden = self._block_input(anchor_ids).flatten(1, 2)
         places = torch.arange(length, device=taps.device)[None]
         if starts is None or anchor_starts is None:
@@ -171,11 +172,30 @@ class DSparkDraftModel(PreTrainedModel):
         seen = Visibility(anchors, anchor_starts, length, self.block_size)
         sparse = self.sparse_attention and hidden.is_cuda and length % TILE == 0
         mask = seen.tiles() if sparse else seen.dense()[:, None]
+        stack = self._stack if self._compiled_stack is None else self._compiled_stack
+        return stack(taps, hidden, rotary, context_rotary, mask).view(
+            batch, count, self.block_size, -1
+        )
+
+    def _stack(
+        self,
+        taps: Tensor,  # [B, S, F*D]
+        hidden: Tensor,  # [B, A*K, D]
+        rotary: Rotary,  # of the slots
+        context_rotary: Rotary,
+        mask: Tensor | BlockMask,
+    ) -> Tensor:  # [B, A*K, D]
+        """All layers and the final norm."""
+        context = self.project_context(taps)
         for layer in self.layers:
             read = layer.self_attn.keys_values(context, context_rotary)  # type: ignore[union-attr, operator]
             hidden = layer(hidden, read, rotary, mask)
         out: Tensor = self.norm(hidden)
-        return out.view(batch, count, self.block_size, -1)
+        return out
+
+    def compile_training(self) -> None:
+        """Fuse what stands between the products of `forward`, at its first call."""
+        object.__setattr__(self, "_compiled_stack", torch.compile(self._stack))
 
     # --- decoding, batch 1 ---------------------------------------------------------------
 

@@ -196,7 +196,7 @@ def slot_sums(
     *,
     accept_temperature: float,
     with_kl: bool,
-    block: int = 2048,
+    block: int = 1024,
     warps: int = 8,
 ) -> None:
     """The distances of `eager.slot_distances` and what `to_gradient_` needs; KL only if asked.
@@ -234,8 +234,8 @@ def to_gradient_(
     *,
     accept_temperature: float,
     with_kl: bool,
-    block: int = 4096,
-    warps: int = 8,
+    block: int = 1024,
+    warps: int = 4,
 ) -> None:
     """Gradient of sum(coefficients · distances) by the draft's logits, in their place.
 

@@ -69,10 +69,6 @@ def objective_in_one_pass(
 
     Gradients flow to the same places. Unsupervised slots are not looked at.
     """
-    rows = mask.any(-1).nonzero()[:, 0]
-    hidden, target_hidden, labels, mask, prev_ids = (
-        each[rows] for each in (hidden, target_hidden, labels, mask, prev_ids)
-    )
     head = draft.markov_head
     embedding = None if head is None else head.embed(prev_ids)
     latent = factor = None
