@@ -27,7 +27,7 @@ from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.export.config_json import from_json
 from dspark.losses import denominators
 from dspark.training import build, launch
-from dspark.training.engine import autocast_dtype, build_engine
+from dspark.training.engine import autocast_dtype, build_engine, can_compile
 from dspark.training.objective import Objective
 from dspark.training.window import Pass, draw_pass
 
@@ -67,12 +67,13 @@ def measure(
     config = from_json(json.loads(options.draft.read_text()), str(options.draft))
     draft = synthetic_draft(config, accelerator.device)
     draft.sparse_attention = options.attention == "auto"
+    strategy = launch.strategy_of(os.environ)
+    options.compile = options.compile and can_compile(strategy, accelerator)
     if options.compile:
         draft.compile_training()
     if options.recompute:
         build.checkpoint_layers(draft)
     loss = LossSettings(one_pass=options.objective == "kernels")
-    strategy = launch.strategy_of(os.environ)
     named = dict(draft.trainable())
     count = sum(parameter.numel() for parameter in named.values())
     objective = Objective(

@@ -227,6 +227,9 @@ class TrainSettings(_Settings):
     mixed_precision: Literal["no", "bf16"] | None = None
     """None takes what `accelerate launch` was told."""
     gradient_checkpointing: bool = False
+    compile: bool = True
+    """On a GPU whose processes hold whole weights (not ZeRO-3, not FSDP): fuse the draft's layers.
+    The first steps, and the first with another shape, then take half a minute longer."""
     attention: Literal["auto", "dense"] = "auto"
     """Of the draft while it trains. auto: on a GPU, only over the tiles of the context that are
     seen (flex attention, compiled at the first step); dense: with a mask of the whole."""

@@ -25,7 +25,9 @@ def sparse_attention(
     kind = q.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
     q, k, v = (one.to(dtype) for one in (q, k, v))
-    function: Any = _compiled() if q.is_cuda else flex_attention
+    function: Any = flex_attention
+    if q.is_cuda and not torch.compiler.is_compiling():
+        function = _compiled()
     out: Tensor = function(q, k, v, block_mask=tiles, enable_gqa=q.shape[1] != k.shape[1])
     return out
 

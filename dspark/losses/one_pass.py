@@ -3,8 +3,8 @@
 `chunked` computes a chunk's logits twice, forward and behind `backward`, since the slots' weights
 are known only in between. Here they are known at once: they couple the slots of one block, a chunk
 holds whole blocks, and what the sums are divided by is known before. So a chunk's logits are
-computed once, its distances taken, the coefficients of its slots derived from them by autograd
-through `slots.numerators`, the gradient written over the draft's logits and multiplied on to the
+computed once, its distances taken, the coefficients of its slots derived from them (the gradient
+of `slots.numerators`), the gradient written over the draft's logits and multiplied on to the
 hidden states and the Markov factors. `backward` only scales. That leaves the products that any
 form needs (two forward and one backward of the head, three of the Markov rank) where computing the
 logits again costs two products of the head more, 64 % on top; the price is that the loss comes out
@@ -29,8 +29,8 @@ from torch.autograd.function import once_differentiable
 from dspark import kernels
 from dspark.config import LossSettings
 from dspark.draft import DSparkDraftModel
-from dspark.losses.slots import SlotDistances, add_up, numerators
-from dspark.losses.sums import Sums
+from dspark.losses.slots import LK_SHARPNESS, NLA_FLOOR, SlotDistances, add_up
+from dspark.losses.sums import Sums, loss_scales
 
 __all__ = ["add_product", "objective_in_one_pass", "usable", "wide_product"]
 
@@ -77,8 +77,8 @@ def objective_in_one_pass(
         latent, factor = head.latent(embedding, hidden), head.markov_w2.weight
     dtype = logits_dtype(draft, hidden)
     assert draft.head_weight is not None
-    by_ce, by_l1, by_confidence, by_accept = _scales(
-        mask.shape[-1], denominators, settings, ramp
+    by_ce, by_l1, by_confidence, by_accept = loss_scales(
+        denominators.float(), settings, ramp, mask.shape[-1]
     ).unbind()
     task = _Task(
         target_hidden=target_hidden,
@@ -129,7 +129,7 @@ class _OnePass(Function):
         ctx.dtypes = [None if one is None else one.dtype for one in (hidden, latent, factor)]
         distances = work.distances
         ctx.mark_non_differentiable(distances)
-        return work.share, distances
+        return work.shares.sum(), distances
 
     @staticmethod
     @once_differentiable
@@ -162,7 +162,7 @@ class _Work:
         self.hidden = hidden.detach().to(dtype)
         self.latent = None if latent is None else latent.detach().to(dtype)
         self.factor = None if factor is None else factor.detach().to(dtype)
-        self.share = hidden.new_zeros((), dtype=torch.float32)
+        self.shares = hidden.new_empty(len(hidden), dtype=torch.float32)
         self.distances = hidden.new_empty((4, *task.mask.shape), dtype=torch.float32)
         by_hidden = torch.empty_like(hidden, dtype=torch.float32) if needed[0] else None
         by_latent = by_factor = None
@@ -175,6 +175,7 @@ class _Work:
     def chunk(self, blocks: slice) -> None:
         """Add the blocks' loss, distances and gradients; their logits end here."""
         from dspark.kernels.objective import SPLITS, SUMS, slot_sums, to_gradient_
+        from dspark.kernels.slot_weights import slot_weights
 
         task, settings = self.task, self.task.settings
         target_logits = task.target_head(task.target_hidden[blocks])
@@ -184,7 +185,9 @@ class _Work:
         mask = task.mask[blocks]
         labels, live = task.labels[blocks].reshape(-1), mask.reshape(-1)
         sums = hidden.new_empty((SUMS, len(hidden)), dtype=torch.float32)
+        coefficients = hidden.new_empty((4, len(hidden)), dtype=torch.float32)
         scratch = hidden.new_empty((2, SPLITS, 5, len(hidden)), dtype=torch.float32)
+        survival = settings.slot_weights == "survival"
         how: dict[str, Any] = {
             "accept_temperature": settings.accept_length_temperature,
             "with_kl": settings.distance == "lk_hybrid",
@@ -194,13 +197,22 @@ class _Work:
             if latent is not None and self.factor is not None:
                 logits.addmm_(latent, self.factor.T)
             slot_sums(logits, target_logits, labels, live, scratch, sums, **how)
-            distances = sums[:4].view(4, *mask.shape)
-            self.distances[:, blocks] = distances
-            share, coefficients = _share(distances, mask, task)
-            self.share += share
+            self.distances[:, blocks] = sums[:4].view(4, *mask.shape)
+            slot_weights(
+                sums,
+                mask,
+                task.scales,
+                coefficients,
+                self.shares[blocks],
+                distance=settings.distance,
+                decay=settings.decay,
+                smoothing=settings.survival_smoothing if survival else None,
+                sharpness=LK_SHARPNESS,
+                floor=NLA_FLOOR,
+            )
             if not any(one is not None for one in self.gradients):
                 return
-            to_gradient_(logits, target_logits, labels, live, sums, coefficients.view(4, -1), **how)
+            to_gradient_(logits, target_logits, labels, live, sums, coefficients, **how)
             by_hidden, by_latent, by_factor = self.gradients
             if by_hidden is not None:
                 by_hidden[blocks] = wide_product(logits, task.head).view_as(by_hidden[blocks])
@@ -208,25 +220,6 @@ class _Work:
                 by_latent[blocks] = wide_product(logits, self.factor).view_as(by_latent[blocks])
             if by_factor is not None and latent is not None:
                 add_product(by_factor, logits.T, latent)
-
-
-def _scales(block_size: int, denominators: Tensor, settings: LossSettings, ramp: float) -> Tensor:
-    """[4] derivative of `Sums.loss`, which is linear, by ce, l1, confidence, accept_length."""
-    with torch.enable_grad():
-        vector = torch.zeros(3 * block_size + 10, device=denominators.device, requires_grad=True)
-        loss = Sums.from_vector(vector).loss(denominators, settings, ramp)
-        (gradient,) = torch.autograd.grad(loss, vector)
-    return gradient[:4]
-
-
-def _share(distances: Tensor, mask: Tensor, task: _Task) -> tuple[Tensor, Tensor]:
-    """[] loss of whole blocks without the confidence, [4, n, K] its derivative by distances."""
-    with torch.enable_grad():
-        leaf = distances.detach().requires_grad_()
-        weighted = numerators(_distances(leaf, task.settings), mask, task.settings)[1]
-        share = (torch.stack(weighted) * task.scales).sum()
-        (coefficients,) = torch.autograd.grad(share, leaf)
-    return share.detach(), coefficients
 
 
 def _distances(sums: Tensor, settings: LossSettings) -> SlotDistances:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dspark.config import LossSettings
 
-__all__ = ["Sums", "denominators", "position_weights"]
+__all__ = ["Sums", "denominators", "loss_scales", "position_weights"]
 
 
 def position_weights(
@@ -39,6 +39,25 @@ def denominators(
     """
     weight = position_weights(mask, settings.decay).sum(dtype=torch.float64)
     return torch.stack([weight, mask.any(-1).sum().double()])
+
+
+def loss_scales(
+    denominators: Tensor,  # [2], of the whole optimizer step over all ranks
+    settings: LossSettings,
+    ramp: float,
+    block_size: int,
+) -> Tensor:  # [4] of the same dtype
+    """Factors of ce, l1, confidence and accept_length in `Sums.loss`, which has their meaning."""
+    # slot 0 weighs 1, so both are at least 1 unless nothing at all is supervised
+    weight, valid_blocks = denominators.clamp_min(1.0).unbind()
+    return torch.stack(
+        [
+            settings.ce_weight / weight,
+            settings.l1_weight / weight,
+            settings.confidence_weight / weight,
+            ramp * settings.accept_length_weight / (block_size * valid_blocks),
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -106,16 +125,9 @@ class Sums:
         is 0 and still has its graph. Its accept-length part has the gradient of minus the
         expected accepted drafts over K, but not its value: for that see ``accepted_drafts``.
         """
-        # slot 0 weighs 1, so both are at least 1 unless nothing at all is supervised
-        weight, valid_blocks = denominators.to(self.ce).clamp_min(1.0).unbind()
-        block_size = len(self.slots)
-        slot_wise = (
-            settings.ce_weight * self.ce
-            + settings.l1_weight * self.l1
-            + settings.confidence_weight * self.confidence
-        )
-        accept_length = ramp * settings.accept_length_weight * self.accept_length
-        return slot_wise / weight + accept_length / (block_size * valid_blocks)
+        scales = loss_scales(denominators.to(self.ce), settings, ramp, len(self.slots))
+        terms = torch.stack([self.ce, self.l1, self.confidence, self.accept_length])
+        return (scales * terms).sum()
 
     def metrics(self) -> dict[str, float]:
         """Figures by the names of `dspark.acceptance`, and the loss terms without their weights.

@@ -26,7 +26,7 @@ from dspark.config import TrainSettings
 from dspark.training import checkpoint, launch
 from dspark.training.optim import build_optimizer, set_learning_rate
 
-__all__ = ["Engine", "Moments", "Replicated", "build_engine"]
+__all__ = ["Engine", "Moments", "Replicated", "autocast_dtype", "build_engine", "can_compile"]
 
 Moments = dict[str, Any]
 """Of every parameter, by name: step, exp_avg, exp_avg_sq; whole tensors."""
@@ -124,6 +124,14 @@ def build_engine(
         from dspark.training.fsdp import Sharded as kind
     engine: Engine = kind(accelerator, objective, named, settings, moments)
     return engine
+
+
+def can_compile(strategy: launch.Strategy, accelerator: Accelerator) -> bool:
+    """Whether the draft's layers can become one function: on a GPU, with whole weights at hand."""
+    if strategy == "zero":
+        plugin = accelerator.state.deepspeed_plugin
+        return accelerator.device.type == "cuda" and plugin.zero_stage < 3
+    return accelerator.device.type == "cuda" and strategy == "replicated"
 
 
 def autocast_dtype(strategy: launch.Strategy, precision: str) -> torch.dtype | None:

@@ -31,7 +31,7 @@ from dspark.progress import Bar
 from dspark.target import load, load_tokenizer, resolve
 from dspark.training import build, checkpoint, launch, validation
 from dspark.training.checkpoint import Best, Saved, TrainState
-from dspark.training.engine import autocast_dtype, build_engine
+from dspark.training.engine import autocast_dtype, build_engine, can_compile
 from dspark.training.features import batch_features, gather_rows, silence
 from dspark.training.journal import Journal
 from dspark.training.monitor import Monitor
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 _PLAIN_KEYS = frozenset(
     {
         "output_dir", "features", "steps", "epochs", "batch_size", "grad_accumulation",
-        "gradient_checkpointing", "attention", "num_processes", "resume", "save_every", "keep",
+        "gradient_checkpointing", "attention", "compile", "num_processes", "resume", "save_every", "keep",
         "log_every", "validate_every", "validation_prompts", "validation_limit",
         "validation_max_new_tokens", "tracker", "chunk_blocks", "seed", "num_anchors",
     }
@@ -139,11 +139,13 @@ class Trainer:
                 draft_config, saved.weights, self.target, where=str(saved.path)
             )
         self.draft.sparse_attention = settings.attention == "auto"
+        strategy = launch.strategy_of(os.environ)
+        if settings.compile and can_compile(strategy, accelerator):
+            self.draft.compile_training()
         if settings.gradient_checkpointing:
             build.checkpoint_layers(self.draft)
         named = dict(self.draft.trainable())
         self._size = sum(parameter.numel() for parameter in named.values())
-        strategy = launch.strategy_of(os.environ)
         objective = Objective(
             self.draft,
             self.target.logits,
