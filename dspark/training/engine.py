@@ -129,9 +129,10 @@ def build_engine(
 def can_compile(strategy: launch.Strategy, accelerator: Accelerator) -> bool:
     """Whether the draft's layers can become one function: on a GPU, with whole weights at hand."""
     if strategy == "zero":
-        plugin = accelerator.state.deepspeed_plugin
-        return accelerator.device.type == "cuda" and plugin.zero_stage < 3
-    return accelerator.device.type == "cuda" and strategy == "replicated"
+        whole = bool(accelerator.state.deepspeed_plugin.zero_stage < 3)
+    else:
+        whole = strategy == "replicated"
+    return whole and accelerator.device.type == "cuda"
 
 
 def autocast_dtype(strategy: launch.Strategy, precision: str) -> torch.dtype | None:

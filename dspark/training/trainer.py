@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 _PLAIN_KEYS = frozenset(
     {
         "output_dir", "features", "steps", "epochs", "batch_size", "grad_accumulation",
-        "gradient_checkpointing", "attention", "compile", "num_processes", "resume", "save_every", "keep",
-        "log_every", "validate_every", "validation_prompts", "validation_limit",
+        "gradient_checkpointing", "attention", "compile", "num_processes", "resume", "save_every",
+        "keep", "log_every", "validate_every", "validation_prompts", "validation_limit",
         "validation_max_new_tokens", "tracker", "chunk_blocks", "seed", "num_anchors",
     }
 )  # fmt: skip
