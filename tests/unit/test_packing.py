@@ -98,6 +98,7 @@ def test_blocks_end_with_their_document() -> None:
     one = draw_pass([PackedRows(docs, 77)[0]], [5], num_anchors=MANY, block_size=4)
     ends = torch.tensor([23, 32, 63, 77])
     anchors = one.anchors.flatten()[one.block_rows]
+    assert one.anchors.shape == (1, 61)  # no anchor is wasted on a block without a slot
     # neither a document's last token nor, behind it, an unsupervised first one
     assert sorted(anchors.tolist()) == [
         *range(4, 22), *range(23, 31), *range(36, 62), *range(67, 76)
@@ -224,6 +225,13 @@ def test_anchors_cover_short_and_long_documents_alike(seed: int) -> None:
         if total > budget:
             assert abs(share_ - budget * count / total) < (1 if share_ > 1 else 1.001)
             assert share_ > 0 or count == 0
+
+
+def test_a_row_spends_its_anchors_on_each_document() -> None:
+    docs = documents(0)
+    row = PackedRows(docs, 77)[0]
+    one = draw_pass([row], [5], num_anchors=20, block_size=4)
+    assert torch.bincount(one.block_documents).tolist() == allot(20, [18, 8, 26, 9])
 
 
 def test_a_budget_smaller_than_the_documents_is_spent() -> None:

@@ -35,7 +35,7 @@ def listed(counts: Tensor, indices: Tensor, width: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("count", "length", "size"),
-    [(40, 512, 8), (61, 384, 7), (9, 128, 5), (200, 256, 1), (3, 256, 64)],
+    [(40, 512, 8), (150, 1024, 7), (61, 384, 7), (9, 128, 5), (200, 256, 1), (3, 256, 64)],
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_tiles_are_those_of_the_mask(seed: int, count: int, length: int, size: int) -> None:
