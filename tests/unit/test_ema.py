@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark import config_io
+from dspark.acceptance import AcceptStats
 from dspark.errors import CheckpointError, ConfigError
 from dspark.export.hf import export_draft
 from dspark.export.load import load_draft
@@ -116,7 +116,8 @@ def test_turned_on_it_begins_with_the_weights_and_turned_off_it_ends_with_a_word
 def test_a_checkpoint_from_before_there_was_an_average_goes_on(place: Path, tmp_path: Path) -> None:
     old, out = tmp_path / "old", tmp_path / "out"
     prompts = f"train.validation_prompts=[{place / 'prompts.jsonl'}]"
-    run(place, out, prompts, "train.save_every=2", "train.validate_every=2")
+    own = [prompts, "train.validation_max_new_tokens=4", "train.validate_every=2"]
+    run(place, out, *own, "train.save_every=2")
     shutil.copytree(out / "checkpoint-2", old / "checkpoint-2")
     held = old / "checkpoint-2"
     told = json.loads((held / "trainer_state.json").read_text())
@@ -128,7 +129,7 @@ def test_a_checkpoint_from_before_there_was_an_average_goes_on(place: Path, tmp_
     (held / "config.yaml").write_text("".join(one for one in settings if "ema_decay" not in one))
     sizes["config.yaml"] = (held / "config.yaml").stat().st_size
     (held / "COMPLETE").write_text(json.dumps({"format": 1, "files": sizes}))
-    run(place, old, prompts, "train.save_every=2", "train.validate_every=2")
+    run(place, old, *own, "train.save_every=2")
     first, second = weights(old), weights(out)
     assert all(torch.equal(first[name], second[name]) for name in second)
     assert state(old) == state(out)
@@ -167,9 +168,14 @@ def test_the_weights_come_back_when_validation_fails() -> None:
     engine: Any = Held()
     average = Average(engine, 0.5, since=0)
     engine.parts[0] += 1
-    with pytest.raises(KeyboardInterrupt), average.shown():
-        assert engine.parts[0].tolist() == [1, 1, 1]
-        raise KeyboardInterrupt
+
+    def fails() -> None:
+        with average.shown():
+            assert engine.parts[0].tolist() == [1, 1, 1]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fails()
     assert engine.parts[0].tolist() == [2, 2, 2]
 
 
@@ -177,26 +183,92 @@ def test_the_weights_come_back_when_validation_fails() -> None:
 
 
 def validated(
-    place: Path, out: Path, monkeypatch: pytest.MonkeyPatch, lengths: list[float], *own: str
+    place: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[float],
+    seen: list[Tensor] | None = None,
 ) -> trainer.TrainReport:
-    """A run whose decodes of weights and average, in turn, accept ``lengths``."""
+    """A run whose decodes of weights and average, in turn, accept ``lengths``.
+
+    A weight that each of them decodes with goes to ``seen``.
+    """
     decode, given = trainer.Trainer._decode, iter(lengths)
 
-    def told(self: Any) -> Any:
+    def told(self: Any) -> AcceptStats:
         decode(self)
-        length = next(given)
-        return replace(STATS, accepted=round((length - 1) * STATS.rounds))
+        if seen is not None:
+            seen.append(self.engine.weights()["fc.weight"].clone())
+        return AcceptStats(4, rounds=100, emitted=round(100 * next(given)))
 
-    from dspark.acceptance import pooled
-
-    STATS = replace(pooled([], 4), rounds=1000)
+    prompts = f"train.validation_prompts=[{place / 'prompts.jsonl'}]"
+    shown = [prompts, "train.validation_max_new_tokens=2", "train.validate_every=2"]
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_decode", told)
-        return run(
-            place,
-            out,
-            f"train.validation_prompts=[{place / 'prompts.jsonl'}]",
-            "train.validation_max_new_tokens=2",
-            "train.validate_every=2",
-            *own,
-        )
+        return run(place, out, *shown, "train.ema_decay=0.9")
+
+
+def exported(source: Path, out: Path, target: Target, **options: Any) -> tuple[Tensor, str, Any]:
+    """A weight of the export, its card and its record."""
+    record = export_draft(source, out, target, check=False, **options)
+    draft = dict(load_draft(out, dtype=torch.float32).named_parameters())
+    return draft["fc.weight"], (out / "README.md").read_text(), record
+
+
+def test_best_and_the_export_follow_the_longer_of_the_two(
+    place: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    seen: list[Tensor] = []
+    report = validated(place, out, monkeypatch, [1.5, 1.75, 1.6, 1.7], seen)
+    assert (report.best_accept_length, report.best_weights) == (1.75, "ema")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    told = [(one["val/tau"], one["val/ema_tau"]) for one in lines if "val/tau" in one]
+    assert told == [(1.5, 1.75), (1.6, 1.7)]
+    assert state(out)["best"] == {"step": 2, "accept_length": 1.75, "weights": "ema"}
+    best = (out / "best").resolve()
+    assert best.name == "checkpoint-2"
+    raw, ema = (load_file(best / f"{name}.safetensors")["fc.weight"] for name in ("model", "ema"))
+    assert not torch.equal(raw.bfloat16(), ema.bfloat16())
+    assert torch.equal(seen[0], raw)
+    assert torch.equal(seen[1], ema)
+
+    found, card, record = exported(out, tmp_path / "a", target)
+    assert torch.equal(found, ema.bfloat16().float())
+    assert "average over the steps (EMA, decay 0.9)" in card
+    assert "validation prompts: 1.750" in card
+    assert (record["weights"], record["trainer_accept_length"]) == ("ema", 1.75)
+    found, card, record = exported(out, tmp_path / "b", target, weights="raw")
+    assert torch.equal(found, raw.bfloat16().float())
+    assert "weights: those of the last of these steps" in card
+    assert "validation prompts" not in card  # 1.75 was not theirs
+    assert (record["weights"], record["trainer_accept_length"]) == ("raw", None)
+    # the check of each meets the figure of its own
+    probes = [read_source(best, target, which).probe for which in ("best", "raw", "ema")]  # type: ignore[arg-type]
+    assert [one.expected for one in probes if one] == [1.75, 1.5, 1.75]
+    # of a checkpoint that is not the best, nobody has chosen the average
+    assert read_source(out / "checkpoint-4", target).weights == "raw"
+    assert read_source(out / "checkpoint-4", target, "ema").weights == "ema"
+
+
+def test_weights_that_accept_as_much_as_their_average_are_preferred(
+    place: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = validated(place, tmp_path / "out", monkeypatch, [1.5, 1.5, 1.7, 1.2])
+    assert (report.best_accept_length, report.best_weights) == (1.7, "raw")
+    assert read_source(tmp_path / "out", target).weights == "raw"
+    first = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert first["best"]["weights"] == "raw"
+
+
+def test_an_average_that_is_not_there_cannot_be_exported(
+    place: Path, target: Target, tmp_path: Path
+) -> None:
+    run(place, tmp_path / "out", "train.steps=1")
+    with pytest.raises(CheckpointError, match=r"no average of the weights \(ema.safetensors\)"):
+        export_draft(tmp_path / "out", tmp_path / "draft", target, weights="ema", check=False)
+    with pytest.raises(CheckpointError, match="in training checkpoints only"):
+        export_draft(tiny_draft(target), tmp_path / "draft", target, weights="ema", check=False)
+    export_draft(tmp_path / "out", tmp_path / "draft", target, check=False)
+    with pytest.raises(CheckpointError, match="in training checkpoints only"):
+        export_draft(tmp_path / "draft", tmp_path / "again", target, weights="ema", check=False)
