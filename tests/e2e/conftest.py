@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Forks:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE")}
         self.server = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("forks.py"))],
-            env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **_NO_GPU},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -75,11 +75,12 @@ def assert_same_end(out: Path, whole: Path) -> None:
 
 def moments_of(events: list[str], count: int, rng: random.Random) -> list[int]:
     """Numbers of ``count`` events: the last batch of each pass, the links of the last checkpoint
-    (no later one would set them right), and then every kind in turn.
+    (no later one would set them right), and then the kinds in turn.
     """
     steps = [number for number, label in enumerate(events) if label == "before optimizer step"]
-    links = [number for number, label in enumerate(events) if label == "before link"]
-    chosen = [steps[4], steps[9] + 1, *links[-2:]]
+    links = [number for number, label in enumerate(events) if label.endswith(" link")]
+    # before `latest` of the last checkpoint, and in the middle of its `best`
+    chosen = [steps[4], steps[9] + 1, links[-4], links[-1]]
     kinds = sorted(set(events))
     rng.shuffle(kinds)
     turn = itertools.cycle(kinds)

@@ -145,6 +145,11 @@ def test_a_damaged_checkpoint_is_no_silent_fresh_start(
     (out / "checkpoint-3" / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer\.pt is missing"):
         run(place, out)
+    (out / "checkpoint-3" / "COMPLETE").unlink()
+    before = (out / "metrics.jsonl").read_text()
+    with pytest.raises(CheckpointError, match=r"move it away to start afresh"):
+        run(place, out)
+    assert (out / "metrics.jsonl").read_text() == before
 
 
 def test_going_back_behind_a_newer_checkpoint_is_refused(

@@ -16,6 +16,7 @@ from dspark import config_io, provenance
 from dspark.corpus.dataset import Row
 from dspark.errors import CheckpointError, ConfigError, DataError, MissingPackageError, RunError
 from dspark.export.load import load_draft
+from dspark.target import Features, HFTarget
 from dspark.testing import (
     save_tiny_run,
     save_tiny_target,
@@ -204,11 +205,38 @@ def with_bad_rows(place: Path, out: Path, rows: list[dict[str, Any]], *bad: int)
     return [f"target.path={out / 'target'}", f"data.responses=[{out / 'rows.jsonl'}]"]
 
 
-def test_a_row_that_the_target_cannot_compute_is_named_and_left_out(
-    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def with_bad_features(
+    monkeypatch: pytest.MonkeyPatch, out: Path, value: float, *bad: int
+) -> list[str]:
+    """Settings of rows of which ``bad`` start with id 122, and what the target says of these."""
     rows = tiny_rows(10)
-    own = with_bad_rows(place, tmp_path, rows, 6)
+    for number in bad:
+        rows[number]["input_ids"][0] = 122
+    write_rows(out / "rows.jsonl", rows)
+    honest = HFTarget.features
+
+    def poisoned(self: Any, input_ids: torch.Tensor, layer_ids: Any) -> Features:
+        found = honest(self, input_ids, layer_ids)
+        for row in (input_ids[:, 0] == 122).nonzero()[:, 0]:
+            if value == 0:
+                found.last_hidden[row] = 0
+            else:
+                found.taps[row, 2, 5] = value
+        return found
+
+    monkeypatch.setattr(HFTarget, "features", poisoned)
+    return [f"data.responses=[{out / 'rows.jsonl'}]"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_a_row_that_the_target_cannot_compute_is_named_and_left_out(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    value: float,
+) -> None:
+    own = with_bad_features(monkeypatch, tmp_path, value, 6)
     run(place, tmp_path / "out", *own, "train.steps=10", "train.batch_size=2", "train.log_every=2")
     assert caplog.text.count("row r6: features with NaN, Inf or only zeros; skipped") == 1
     figures = lines(tmp_path / "out")
@@ -217,11 +245,11 @@ def test_a_row_that_the_target_cannot_compute_is_named_and_left_out(
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "out").values())
 
 
+@pytest.mark.parametrize("value", [float("-inf"), 0.0])
 def test_too_many_rows_that_the_target_cannot_compute_stop_the_run(
-    place: Path, tmp_path: Path
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    rows = tiny_rows(10)
-    own = with_bad_rows(place, tmp_path, rows, 6, 2)
+    own = with_bad_features(monkeypatch, tmp_path, value, 6, 2)
     with pytest.raises(RunError, match=r"2 of 10 rows .*zeros \(first: r[26], r[26]\)"):
         run(place, tmp_path / "out", *own, "train.steps=20", "train.log_every=1")
 
