@@ -53,6 +53,7 @@ def settings(place: Path, out: Path, steps: int = STEPS) -> list[str]:
         "train.log_every=3",
         "train.save_every=4",
         f"train.validation_prompts=[{place / 'prompts.jsonl'}]",
+        "train.validation_limit=1",
         "train.validation_max_new_tokens=6",
         "train.validate_every=6",
     ]

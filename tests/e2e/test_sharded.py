@@ -66,6 +66,7 @@ def settings(place: Path, out: Path, *overrides: str) -> list[str]:
         "train.ema_decay=0.3",
         "train.save_every=3",
         f"train.validation_prompts=[{place / 'prompts.jsonl'}]",
+        "train.validation_limit=1",
         "train.validation_max_new_tokens=6",
     ]
     return tiny_run(place, out, *own, *overrides)
