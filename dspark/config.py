@@ -224,6 +224,9 @@ class TrainSettings(_Settings):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Also keep an average of the weights over the steps, such as 0.999 (short at first: see
+    `training.ema`); validation decodes with both, and `best` and the export take the better."""
     mixed_precision: Literal["no", "bf16"] | None = None
     """None takes what `accelerate launch` was told."""
     gradient_checkpointing: bool = False

@@ -1,5 +1,8 @@
-"""Tiny random targets, drafts and a byte tokenizer, so that every test runs on a CPU in seconds."""
+"""Tiny random targets, drafts, training runs and a byte tokenizer: every test takes seconds."""
 
+import json
+import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,15 @@ from dspark.target.weights import fill
 __all__ = [
     "TINY_LING",
     "save_tiny_ling",
+    "save_tiny_run",
     "save_tiny_target",
     "tiny_draft",
     "tiny_ling",
+    "tiny_rows",
+    "tiny_run",
     "tiny_target",
     "tiny_tokenizer",
+    "write_rows",
 ]
 
 SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
@@ -87,6 +94,54 @@ def save_tiny_target(directory: Path, seed: int = 0, **overrides: Any) -> Path:
     _tiny_model(seed, **overrides).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
+
+
+def tiny_rows(count: int, *, seed: int = 0, longest: int = 70) -> list[dict[str, Any]]:
+    """Tokenised rows of 12 to ``longest`` ids, whose first four are not supervised."""
+    rng = random.Random(seed)
+    rows = []
+    for number in range(count):
+        ids = [rng.randrange(97, 107) for _ in range(rng.randint(12, longest))]
+        mask = [0] * 4 + [1] * (len(ids) - 4)
+        rows.append({"id": f"r{number}", "input_ids": ids, "loss_mask": mask})
+    return rows
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def save_tiny_run(directory: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """A tiny target, ``rows`` and two validation prompts, where `tiny_run` looks for them."""
+    save_tiny_target(directory / "target")
+    write_rows(directory / "rows.jsonl", rows)
+    prompts = [{"messages": [{"role": "user", "content": text}]} for text in ("ab", "dcba")]
+    write_rows(directory / "prompts.jsonl", prompts)
+    return directory
+
+
+def tiny_run(place: Path, out: Path, *overrides: str) -> list[str]:
+    """Settings of a training of some milliseconds a step over `save_tiny_run`'s files.
+
+    The last of several ``overrides`` of one key wins. Its prompts are not used unless asked for.
+    """
+    return [
+        f"target.path={place / 'target'}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "draft.num_layers=2",
+        "draft.block_size=4",
+        "draft.num_taps=3",
+        "draft.markov_rank=8",
+        f"data.responses=[{place / 'rows.jsonl'}]",
+        f"train.output_dir={out}",
+        "train.num_anchors=6",
+        "train.lr=0.002",
+        "train.log_every=1",
+        "loss.chunk_blocks=8",
+        *overrides,
+    ]
 
 
 TINY_LING: dict[str, dict[str, Any]] = {}

@@ -25,6 +25,12 @@ def _export(
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     target: Annotated[str, typer.Option(help="The target it was trained for.")] = "smollm2-135m",
     dtype: Dtype = "auto",
+    weights: Annotated[
+        Literal["best", "raw", "ema"],
+        typer.Option(
+            help="Of a run with train.ema_decay: what validation chose, the weights, their average."
+        ),
+    ] = "best",
     format: Annotated[Literal["hf", "sglang", "vllm"], typer.Option(help="Who will read it.")] = (
         "hf"
     ),
@@ -52,6 +58,7 @@ def _export(
         run,
         out,
         load(config.target),
+        weights=weights,
         format=format,
         include_frozen=include_frozen,
         tokenizer=tokenizer,

@@ -32,6 +32,7 @@ from dspark.progress import quiet_transformers, track
 from dspark.target import Target
 
 __all__ = [
+    "AVERAGE_PROBE_NAME",
     "PROBE_NAME",
     "Probe",
     "check",
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 PROBE_NAME = "check.json"
+AVERAGE_PROBE_NAME = "check_ema.json"
+"""In a training checkpoint: the same for the average of the weights."""
 RELATIVE_TOLERANCE = 0.05
 ABSOLUTE_TOLERANCE = 0.05
 """Weights are rounded to bfloat16 on export, which may turn a few close proposals."""
@@ -74,28 +77,28 @@ def measure(
     return pooled(each, each[0].block_size)
 
 
-def save_probe(directory: Path, probe: Probe) -> None:
+def save_probe(directory: Path, probe: Probe, name: str = PROBE_NAME) -> None:
     """Write ``probe`` as `check.json`, a prompt a line."""
     fields = {key: json.dumps(value) for key, value in asdict(probe).items()}
     prompts = ",\n    ".join(json.dumps(ids) for ids in probe.prompt_ids)
     fields["prompt_ids"] = f"[\n    {prompts}\n  ]"
     body = ",\n".join(f'  "{key}": {text}' for key, text in fields.items())
-    provenance.write_text(directory / PROBE_NAME, f"{{\n{body}\n}}\n")
+    provenance.write_text(directory / name, f"{{\n{body}\n}}\n")
 
 
-def read_probe(directory: Path) -> Probe:
+def read_probe(directory: Path, name: str = PROBE_NAME) -> Probe:
     """Read `check.json` back.
 
     Raises:
         CheckpointError: it is missing or not understood.
     """
-    path = directory / PROBE_NAME
+    path = directory / name
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         prompts = tuple(tuple(int(i) for i in ids) for ids in raw.pop("prompt_ids"))
         return Probe(prompt_ids=prompts, **raw)
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no {PROBE_NAME}: nothing to check it by") from None
+        raise CheckpointError(f"{directory} has no {name}: nothing to check it by") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is not an export check: {error}") from None
 

@@ -29,7 +29,7 @@ from dspark.export.check import Probe, check_in_clean_process, measure, save_pro
 from dspark.export.config_json import to_json
 from dspark.export.place import PROVENANCE_NAME, check_place, put
 from dspark.export.prompts import fixed_prompts
-from dspark.export.source import Source, read_source
+from dspark.export.source import Source, Weights, read_source
 from dspark.export.template import template_sha256
 from dspark.export.tensors import FROZEN, WEIGHTS_NAME
 from dspark.target import Target
@@ -49,6 +49,7 @@ def export_draft(
     out: Path | str,
     target: Target,
     *,
+    weights: Weights = "best",
     format: Format = "hf",
     include_frozen: bool = False,
     tokenizer: Any = None,
@@ -62,6 +63,8 @@ def export_draft(
     Args:
         source: a checkpoint, a run directory (its best checkpoint, else its newest), an exported
             draft, or a model.
+        weights: which of a checkpoint's: those that the trainer found to accept more (best), those
+            of its step (raw), or their average over the steps (ema).
         include_frozen: also write copies of the target's embedding and head. Engines and our
             loader share the target's and ignore them; DeepSpec's class needs them.
         tokenizer: the target's, to be written along; its template also renders the fixed prompts
@@ -81,7 +84,7 @@ def export_draft(
     place = Path(out).expanduser().absolute()
     origin = None if isinstance(source, DSparkDraftModel) else Path(source).expanduser()
     check_place(place, origin, overwrite=overwrite)
-    read = read_source(source, target)
+    read = read_source(source, target, weights)
     _check_format(read.draft.config, format)
     aside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
@@ -146,6 +149,7 @@ def _write(
         },
         source=str(read.path) if read.path else None,
         step=read.step,
+        weights=read.weights,
         trainer_accept_length=read.accept_length,
         num_parameters=sum(parameter.numel() for _, parameter in draft.trainable()),
         config=read.config.model_dump(mode="json") if read.config else None,
@@ -227,6 +231,11 @@ def _with_run(facts: CardFacts, read: Source) -> CardFacts:
     loss = config.loss
     run = {
         "optimizer steps": read.step,
+        "weights": (
+            f"their average over the steps (EMA, decay {config.train.ema_decay:g})"
+            if read.weights == "ema"
+            else "those of the last of these steps"
+        ),
         "learning rate": f"{config.train.lr:g}, {config.train.schedule}",
         "anchors a row": config.train.num_anchors,
         "loss weights": {

@@ -12,23 +12,27 @@ from torch import Tensor
 from dspark.errors import CheckpointError
 from dspark.target.shards import INDEX_NAME, WEIGHTS_NAME, read_index
 
-__all__ = ["FROZEN", "INDEX_NAME", "WEIGHTS_NAME", "misfits", "read_tensors"]
+__all__ = ["AVERAGE_NAME", "FROZEN", "INDEX_NAME", "WEIGHTS_NAME", "misfits", "read_tensors"]
 
+AVERAGE_NAME = "ema.safetensors"
+"""In a training checkpoint: the average of the weights over the steps."""
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
 """Copies of the target's tables: in the file or not, as the writer liked."""
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
+def read_tensors(directory: Path, file: str | None = None) -> dict[str, Tensor]:
     """All tensors of a draft by name, on the CPU, in the dtype they are stored in.
+
+    ``file``: another one than the weights' own.
 
     Raises:
         CheckpointError: no weights, a shard missing or unreadable, a name that stands twice.
     """
     tensors: dict[str, Tensor] = {}
-    for shard in _shards(directory):
+    for shard in [directory / file] if file else _shards(directory):
         try:
-            with safe_open(str(shard), framework="pt") as file:  # type: ignore[no-untyped-call]
-                held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            with safe_open(str(shard), framework="pt") as opened:  # type: ignore[no-untyped-call]
+                held = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the weights {shard}: {error}") from None
         for name, tensor in held.items():

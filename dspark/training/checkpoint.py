@@ -6,13 +6,14 @@ with their sizes) comes last, and only then the directory gets its name. What do
 (seed, step, row).
 
     model.safetensors   the draft's own weights, fp32 masters, without the shared embedding and head
+    ema.safetensors     their average over the steps, with `train.ema_decay`
     config.json         the draft's shape
     optimizer.pt        AdamW moments, by parameter name
     trainer_state.json  step, structure, best, half-filled metric window
     config.yaml         resolved settings
     provenance.json     versions, revision, command line
     check.json          validation prompts and their accept length, where validated: the export's
-                        check decodes them again
+                        check decodes them again; check_ema.json: the same for the average
     COMPLETE            written last
 
 Beside them stand the links `latest` and `best`.
@@ -27,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -37,7 +38,9 @@ from torch import Tensor
 from dspark import config_io, provenance
 from dspark.config import Config
 from dspark.errors import CheckpointError, RunError
-from dspark.export.check import Probe, save_probe
+from dspark.export.check import AVERAGE_PROBE_NAME, Probe, save_probe
+from dspark.export.tensors import AVERAGE_NAME
+from dspark.provenance import read_object
 
 __all__ = [
     "Best",
@@ -47,6 +50,7 @@ __all__ = [
     "clear_leftovers",
     "find_complete",
     "link",
+    "mend_links",
     "newest_complete",
     "optimizer_by_name",
     "read",
@@ -58,10 +62,14 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+_KNOWN = (1, 2)  # 1 knew no average of the weights
 _COMPLETE = "COMPLETE"
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-\d+")
 _ASIDE = ".checkpoint-"
+_LEFT = re.compile(
+    r"\.(checkpoint-\d+|(latest|best|metrics\.jsonl|config\.yaml|provenance\.json)\.\d+)\.tmp"
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Best:
 
     step: int
     accept_length: float
+    weights: Literal["raw", "ema"] = "raw"
+    """Which of its weights did: those of the step, or their average over the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +96,8 @@ class TrainState:
     """Sums of the metric window since the last logged line, one list per process."""
     window_steps: int = 0
     best: Best | None = None
+    ema_since: int | None = None
+    """Steps that were done when the average of the weights began; None: there is none."""
     tracker_run: str | None = None
     """Run id at the tracker, to continue the same curve."""
     format: int = FORMAT
@@ -101,6 +113,8 @@ class Saved:
     moments: dict[str, Any]
     """As `optimizer_by_name` gave it."""
     config: Config
+    average: dict[str, Tensor] | None = None
+    """Of the weights over the steps."""
 
 
 def save(
@@ -111,12 +125,14 @@ def save(
     draft_config: Mapping[str, Any],
     moments: Mapping[str, Any],
     config: Config,
+    average: Mapping[str, Tensor] | None = None,
     probe: Probe | None = None,
+    average_probe: Probe | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `checkpoint-<state.step>` into ``output_dir`` and point `latest` at it.
 
-    ``data``: what the record says about the rows.
+    ``average`` belongs to ``state.ema_since``. ``data``: what the record says about the rows.
 
     Raises:
         RunError: the disk refuses (full, read-only).
@@ -129,7 +145,9 @@ def save(
             draft_config=draft_config,
             moments=moments,
             config=config,
+            average=average,
             probe=probe,
+            average_probe=average_probe,
             data=data,
         )
     except OSError as error:
@@ -144,15 +162,18 @@ def _save(
     draft_config: Mapping[str, Any],
     moments: Mapping[str, Any],
     config: Config,
+    average: Mapping[str, Tensor] | None = None,
     probe: Probe | None = None,
+    average_probe: Probe | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> Path:
     final = output_dir / f"checkpoint-{state.step}"
     aside = output_dir / f"{_ASIDE}{state.step}.tmp"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    provenance.save_tensors(plain, aside / "model.safetensors")
+    provenance.save_tensors(_plain(weights), aside / "model.safetensors")
+    if average is not None:
+        provenance.save_tensors(_plain(average), aside / AVERAGE_NAME)
     torch.save(dict(moments), aside / "optimizer.pt")
     provenance.write_json(aside / "config.json", dict(draft_config))
     provenance.write_json(aside / "trainer_state.json", asdict(state))
@@ -160,6 +181,8 @@ def _save(
     config_io.save(config, aside / "config.yaml")
     if probe is not None:
         save_probe(aside, probe)
+    if average_probe is not None:
+        save_probe(aside, average_probe, AVERAGE_PROBE_NAME)
     sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
     for name in sizes:
         _sync(aside / name)
@@ -185,6 +208,7 @@ def read(path: Path) -> Saved:
     try:
         raw = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
         weights = load_file(path / "model.safetensors")
+        average = None if raw.get("ema_since") is None else load_file(path / AVERAGE_NAME)
         moments = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
         raise CheckpointError(
@@ -198,6 +222,7 @@ def read(path: Path) -> Saved:
         weights=weights,
         moments=moments,
         config=config_io.load(path / "config.yaml"),
+        average=average,
     )
 
 
@@ -216,8 +241,9 @@ def verify_complete(path: Path) -> None:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / _COMPLETE} cannot be read: {error}") from error
-    if version != FORMAT:
-        raise CheckpointError(f"{path} has checkpoint format {version}; known here: {FORMAT}")
+    if version not in _KNOWN:
+        known = " and ".join(map(str, _KNOWN))
+        raise CheckpointError(f"{path} has checkpoint format {version}; known here: {known}")
     for name, size in files.items():
         file = path / name
         found = file.stat().st_size if file.exists() else None
@@ -231,28 +257,42 @@ def verify_complete(path: Path) -> None:
 def find_complete(output_dir: Path) -> list[Path]:
     """Complete checkpoints in ``output_dir``, oldest first; the log names the incomplete ones."""
     found = []
-    for path in output_dir.glob("checkpoint-*") if output_dir.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match is None or not path.is_dir():
-            continue
+    for path in _find(output_dir):
         if (path / _COMPLETE).exists():
-            found.append((int(match[1]), path))
+            found.append(path)
         else:
             log.warning("ignoring %s: it holds no %s (half-written)", path, _COMPLETE)
-    return [path for _, path in sorted(found)]
+    return found
 
 
 def newest_complete(output_dir: Path) -> Path | None:
-    """The checkpoint a run in ``output_dir`` goes on from, if there is one."""
-    found = find_complete(output_dir)
-    return found[-1] if found else None
+    """The checkpoint a run in ``output_dir`` goes on from; None where there is none at all.
+
+    Raises:
+        CheckpointError: there are some, but no complete one. A killed run leaves none such, so
+            going on from nothing would be no one's wish.
+    """
+    complete = find_complete(output_dir)
+    if complete:
+        return complete[-1]
+    damaged = _find(output_dir)
+    if damaged:
+        raise CheckpointError(
+            f"{damaged[-1]} holds no {_COMPLETE}, and no other checkpoint there is complete: "
+            "move it away to start afresh, or choose another train.output_dir"
+        )
+    return None
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove what a killed save left under its temporary name."""
-    for path in output_dir.glob(f"{_ASIDE}*.tmp"):
-        log.warning("removing %s, left by a save that was killed", path)
-        shutil.rmtree(path)
+    """Remove what a killed run left under temporary names."""
+    for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else ():
+        if _LEFT.fullmatch(path.name):
+            log.warning("removing %s, left by a run that was killed", path)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def link(output_dir: Path, name: str, step: int) -> None:
@@ -261,6 +301,21 @@ def link(output_dir: Path, name: str, step: int) -> None:
     aside.unlink(missing_ok=True)
     aside.symlink_to(f"checkpoint-{step}", target_is_directory=True)
     os.replace(aside, output_dir / name)
+
+
+def mend_links(path: Path) -> None:
+    """Point `latest`, and `best` if it is that one, at the newest checkpoint ``path``.
+
+    A run that was killed behind its rename has not come to it, and may have no step left to do so.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    verify_complete(path)
+    link(path.parent, "latest", _step(path))
+    best = read_object(path / "trainer_state.json", CheckpointError).get("best")
+    if best and (path.parent / f"checkpoint-{best['step']}").is_dir():
+        link(path.parent, "best", best["step"])
 
 
 def rotate(output_dir: Path, *, keep: int, best: Best | None) -> None:
@@ -305,6 +360,24 @@ def restore_optimizer(
                 key: value.to(parameter.device)
                 for key, value in moments[names[id(parameter)]].items()
             }
+
+
+def _find(output_dir: Path) -> list[Path]:
+    """Everything that is named like a checkpoint, oldest first."""
+    found = [
+        path
+        for path in (output_dir.iterdir() if output_dir.is_dir() else ())
+        if _NAME.fullmatch(path.name) and path.is_dir()
+    ]
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint-"))
+
+
+def _plain(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
 
 
 def _sync(path: Path) -> None:

@@ -59,6 +59,14 @@ class Engine(Protocol):
         """Whole moments, in the main process (others may get an empty dict)."""
         ...
 
+    def masters(self) -> list[Tensor]:
+        """This process's part of the fp32 weights, as they are held: not copies. No collective."""
+        ...
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        """Write whole ``weights`` into the masters, and only there. For `ema` between steps."""
+        ...
+
 
 class Replicated:
     """Everything in every process; gradients are averaged as they come, once a window."""
@@ -106,6 +114,13 @@ class Replicated:
 
     def moments(self) -> Moments:
         return checkpoint.optimizer_by_name(self._optimizer.optimizer, self._names)
+
+    def masters(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self._named.values()]
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._named.items():
+            parameter.detach().copy_(weights[name])
 
 
 def build_engine(

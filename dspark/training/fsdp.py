@@ -92,6 +92,14 @@ class Sharded:
                 found[name] = {key: value.cpu() for key, value in whole.items()}
         return found
 
+    def masters(self) -> list[Tensor]:
+        parts = (parameter.detach() for parameter in self._named.values())
+        return [part.to_local() for part in parts if isinstance(part, DTensor)]
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._named.items():
+            parameter.detach().copy_(_like(parameter, weights[name]))
+
 
 def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value

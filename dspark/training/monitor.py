@@ -15,7 +15,8 @@
   them hold NaN, Inf or only zeros.
 - ``perf/step_s``, ``perf/tokens_per_s`` (tokens of the rows, without padding, all processes),
   ``perf/mem_gib`` (peak of this process's GPU).
-- ``val/…``: real decoding, see `validation`.
+- ``val/…``: real decoding, see `validation`; ``val/ema_tau``: ``val/tau`` of the average of the
+  weights (`ema`).
 
 Every figure is a ratio of sums over all processes, so it does not depend on their number.
 """

@@ -113,7 +113,8 @@ def find_resume(config: Config) -> Path | None:
 
     Raises:
         ConfigError: `resume: none` with an output directory that is not empty.
-        CheckpointError: the given checkpoint is none, or newer ones stand beside it.
+        CheckpointError: the given checkpoint is none, or newer ones stand beside it; or with
+            `resume: auto` the newest one is damaged, or none of those there is complete.
     """
     settings = config.train
     output_dir = Path(settings.output_dir)
@@ -129,7 +130,10 @@ def find_resume(config: Config) -> Path | None:
         return None
     checkpoint.clear_leftovers(output_dir)
     if settings.resume == "auto":
-        return checkpoint.newest_complete(output_dir)
+        newest = checkpoint.newest_complete(output_dir)
+        if newest is not None:
+            checkpoint.mend_links(newest)
+        return newest
     path = Path(settings.resume).resolve()
     if not path.is_dir():
         raise CheckpointError(

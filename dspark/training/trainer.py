@@ -20,6 +20,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from dspark import config_io, provenance
+from dspark.acceptance import AcceptStats
 from dspark.config import Config
 from dspark.corpus.chat import check_template
 from dspark.corpus.unusable import Unusable
@@ -29,7 +30,7 @@ from dspark.export.check import Probe
 from dspark.export.config_json import ARCHITECTURES, from_json, read_json, to_json
 from dspark.progress import Bar
 from dspark.target import load, load_tokenizer, resolve
-from dspark.training import build, checkpoint, launch, validation
+from dspark.training import build, checkpoint, ema, launch, validation
 from dspark.training.checkpoint import Best, Saved, TrainState
 from dspark.training.engine import autocast_dtype, build_engine, can_compile
 from dspark.training.features import batch_features, gather_rows, silence
@@ -70,6 +71,8 @@ class TrainReport:
     best: str | None
     """Checkpoint with the longest accept length in validation; None without validation."""
     best_accept_length: float | None
+    best_weights: str | None
+    """raw or ema: which of its weights accepted that much."""
     loss: float | None
     """Of the last line of metrics that this process wrote, like `tau`."""
     tau: float | None
@@ -155,6 +158,7 @@ class Trainer:
         self.engine = build_engine(
             strategy, accelerator, objective, named, settings, saved.moments if saved else None
         )
+        self.average = ema.begin(self.engine, settings.ema_decay, saved)
 
         self.windows = Windows(
             rows,
@@ -228,6 +232,7 @@ class Trainer:
             last=str(self.last) if self.last else None,
             best=str(self.output_dir / f"checkpoint-{best.step}") if best else None,
             best_accept_length=best.accept_length if best else None,
+            best_weights=best.weights if best else None,
             loss=self._figures.get("train/loss"),
             tau=self._figures.get("train/tau"),
             seconds=seconds,
@@ -245,13 +250,13 @@ class Trainer:
                 journal.write(self.step, self._figures)
                 self._say()
             bar.advance(1, **self._shown())
-            probe = None
+            probes: dict[str, Probe] = {}
             if self.prompts and (final or _due(self.step, settings.validate_every)):
-                probe = self._validate(journal)
-            improved = probe is not None and self.best is not None and self.best.step == self.step
+                probes = self._validate(journal)
+            improved = bool(probes) and self.best is not None and self.best.step == self.step
             if final or stopping or improved or self.step % settings.save_every == 0:
-                self._save(probe)
-            elif probe is None:
+                self._save(probes)
+            elif not probes:
                 continue
             # the rows' own pace, without the time for validating and saving
             self.monitor.restart_clock()
@@ -279,6 +284,8 @@ class Trainer:
                 self.engine.backward(loss)
             self.monitor.add(vector, loss, tokens=one.num_tokens, skipped=skipped)
         norm = self.engine.step(self.schedule.lr(step))
+        if self.average is not None:
+            self.average.update(step + 1)
         self.monitor.end_step(norm, shared[:2])
         return stop.pending if processes == 1 else stopping.read()
 
@@ -350,33 +357,50 @@ class Trainer:
             total = self.plan.total_steps
             log.info("step %d of %d: %s, %.0f s left", self.step, total, shown, left)
 
-    def _validate(self, journal: Journal) -> Probe:
-        """Decode the validation prompts, note the figures, and remember the best step."""
-        limit = self.config.train.validation_max_new_tokens
-        stats = validation.validate(
+    def _validate(self, journal: Journal) -> dict[str, Probe]:
+        """Decode the validation prompts, note the figures, and remember the best step.
+
+        The probes are those of the weights (raw) and, where there is one, of their average (ema).
+        """
+        raw = self._decode()
+        figures, found = validation.figures(raw), {"raw": raw.accept_length}
+        if self.average is not None:
+            with self.average.shown():
+                found["ema"] = self._decode().accept_length
+            figures["val/ema_tau"] = found["ema"]
+        journal.write(self.step, figures)
+        for name, length in found.items():
+            log.info("step %d: accept length %.3f in validation (%s)", self.step, length, name)
+            if self.best is None or length > self.best.accept_length:
+                self.best = Best(self.step, length, "ema" if name == "ema" else "raw")
+        return {name: self._probe(length) for name, length in found.items()}
+
+    def _decode(self) -> AcceptStats:
+        return validation.validate(
             self.target,
             self.draft,
             self.engine.weights(),
             self.prompts,
-            max_new_tokens=limit,
+            max_new_tokens=self.config.train.validation_max_new_tokens,
             accelerator=self.accelerator,
         )
-        journal.write(self.step, validation.figures(stats))
-        log.info("step %d: accept length %.3f in validation", self.step, stats.accept_length)
-        if self.best is None or stats.accept_length > self.best.accept_length:
-            self.best = Best(self.step, stats.accept_length)
+
+    def _probe(self, accept_length: float) -> Probe:
         return Probe(
             prompt_ids=tuple(tuple(ids) for ids in self.prompts),
-            max_new_tokens=limit,
-            expected=stats.accept_length,
+            max_new_tokens=self.config.train.validation_max_new_tokens,
+            expected=accept_length,
             expected_from="the trainer's validation",
         )
 
-    def _save(self, probe: Probe | None) -> None:
+    def _save(self, probes: dict[str, Probe]) -> None:
         window, window_steps = self.monitor.state()
         self.last = self.output_dir / f"checkpoint-{self.step}"
+        main = self.accelerator.is_main_process
+        # first, and to the CPU: so the GPU never holds both as a whole
+        average = self.average.weights(keep=main) if self.average is not None else None
         weights, moments = self.engine.weights(), self.engine.moments()
-        if not self.accelerator.is_main_process:
+        if not main:
             return
         state = TrainState(
             step=self.step,
@@ -386,6 +410,7 @@ class Trainer:
             window=window,
             window_steps=window_steps,
             best=self.best,
+            ema_since=self.average.since if self.average is not None else None,
             tracker_run=self._tracker_run,
         )
         shape = to_json(self.draft.config, architecture=ARCHITECTURES[0])
@@ -396,7 +421,9 @@ class Trainer:
             draft_config={**shape, "dtype": "float32", "torch_dtype": "float32"},
             moments=moments,
             config=self.config,
-            probe=probe,
+            average=average,
+            probe=probes.get("raw"),
+            average_probe=probes.get("ema"),
             data=self._data,
         )
         if self.best is not None:

@@ -190,20 +190,27 @@ class Zero:
                 }
         return found
 
-    def _restore(self, masters: Mapping[str, Tensor], moments: Moments | None) -> None:
-        for name, value in masters.items():
-            self._write(self._named[name], value, None)
-        if moments is None:
-            return
+    def masters(self) -> list[Tensor]:
         zero = self._engine.optimizer
-        step = next(iter(moments.values()))["step"]
-        flats = (
+        flats: list[Tensor] = (
             zero.fp32_partitioned_groups_flat
             if self._stage3
             else zero.single_partition_of_fp32_groups
         )
+        return list(flats)
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, value in weights.items():
+            self._write(self._named[name], value, None)
+
+    def _restore(self, masters: Mapping[str, Tensor], moments: Moments | None) -> None:
+        self.put(masters)
+        if moments is None:
+            return
+        zero = self._engine.optimizer
+        step = next(iter(moments.values()))["step"]
         # AdamW makes its moments in its first step; these stand in their place
-        for flat in flats:
+        for flat in self.masters():
             zero.optimizer.state[flat] = {
                 "step": step.clone().to(flat.device),
                 "exp_avg": torch.zeros_like(flat),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from dspark import config_io
 from dspark.errors import CheckpointError
-from dspark.testing import save_tiny_target
+from dspark.testing import save_tiny_run, tiny_rows, tiny_run
 from dspark.training import program, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,18 +34,7 @@ def _one_thread() -> Any:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("resume")
-    save_tiny_target(directory / "target")
-    rng = random.Random(0)
-    with (directory / "rows.jsonl").open("w") as file:
-        for number in range(10):
-            ids = [rng.randrange(97, 107) for _ in range(rng.randint(12, 70))]
-            mask = [0] * 4 + [1] * (len(ids) - 4)
-            row = {"id": f"r{number}", "input_ids": ids, "loss_mask": mask}
-            file.write(json.dumps(row) + "\n")
-    prompt = {"messages": [{"role": "user", "content": "abc"}]}
-    (directory / "prompts.jsonl").write_text(json.dumps(prompt) + "\n")
-    return directory
+    return save_tiny_run(tmp_path_factory.mktemp("resume"), tiny_rows(10))
 
 
 @pytest.fixture(scope="module")
@@ -57,27 +46,18 @@ def whole(place: Path) -> Path:
 
 
 def settings(place: Path, out: Path, steps: int = STEPS) -> list[str]:
-    return [
-        f"target.path={place / 'target'}",
-        "target.dtype=float32",
-        "target.device=cpu",
-        "draft.num_layers=2",
-        "draft.block_size=4",
-        "draft.num_taps=3",
-        "draft.markov_rank=8",
-        f"data.responses=[{place / 'rows.jsonl'}]",
-        f"train.output_dir={out}",
+    own = [
         f"train.steps={steps}",
-        "train.batch_size=1",
         "train.grad_accumulation=2",
-        "train.num_anchors=6",
         "train.lr=0.003",
         "train.log_every=3",
         "train.save_every=4",
         f"train.validation_prompts=[{place / 'prompts.jsonl'}]",
+        "train.validation_limit=1",
         "train.validation_max_new_tokens=6",
         "train.validate_every=6",
     ]
+    return tiny_run(place, out, *own)
 
 
 def run(place: Path, out: Path) -> trainer.TrainReport:
@@ -166,6 +146,11 @@ def test_a_damaged_checkpoint_is_no_silent_fresh_start(
     (out / "checkpoint-3" / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer\.pt is missing"):
         run(place, out)
+    (out / "checkpoint-3" / "COMPLETE").unlink()
+    before = (out / "metrics.jsonl").read_text()
+    with pytest.raises(CheckpointError, match=r"move it away to start afresh"):
+        run(place, out)
+    assert (out / "metrics.jsonl").read_text() == before
 
 
 def test_going_back_behind_a_newer_checkpoint_is_refused(

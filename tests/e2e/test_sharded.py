@@ -6,7 +6,6 @@ so that some ranks have nothing to learn in some passes.
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from dspark import config_io
 from dspark.export.hf import export_draft
 from dspark.export.load import load_draft
 from dspark.target import load
-from dspark.testing import save_tiny_target, tiny_tokenizer
+from dspark.testing import save_tiny_run, tiny_rows, tiny_run, tiny_tokenizer
 from dspark.training import program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,19 +42,10 @@ def _one_thread() -> Any:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("sharded")
-    save_tiny_target(directory / "target")
-    rng = random.Random(0)
-    with (directory / "rows.jsonl").open("w") as file:
-        for number in range(12):
-            ids = [rng.randrange(97, 107) for _ in range(rng.randint(12, 70))]
-            # one supervised token is enough for the reader, none for a block
-            mask = [0] * 4 + [1] * (len(ids) - 4) if number % 2 else [0] * (len(ids) - 1) + [1]
-            row = {"id": f"r{number}", "input_ids": ids, "loss_mask": mask}
-            file.write(json.dumps(row) + "\n")
-    prompt = {"messages": [{"role": "user", "content": "abc"}]}
-    (directory / "prompts.jsonl").write_text(json.dumps(prompt) + "\n")
-    return directory
+    rows = tiny_rows(12)
+    for row in rows[::2]:  # one supervised token is enough for the reader, none for a block
+        row["loss_mask"] = [0] * (len(row["loss_mask"]) - 1) + [1]
+    return save_tiny_run(tmp_path_factory.mktemp("sharded"), rows)
 
 
 @pytest.fixture(scope="module")
@@ -67,29 +57,19 @@ def whole(place: Path) -> Path:
 
 
 def settings(place: Path, out: Path, *overrides: str) -> list[str]:
-    return [
-        f"target.path={place / 'target'}",
-        "target.dtype=float32",
-        "target.device=cpu",
-        "draft.num_layers=2",
-        "draft.block_size=4",
-        "draft.num_taps=3",
+    own = [
         "draft.markov_rank=7",  # so that some weights do not divide by two
-        f"data.responses=[{place / 'rows.jsonl'}]",
         "data.min_supervised_tokens=1",
-        f"train.output_dir={out}",
         "train.steps=6",
         "train.grad_accumulation=2",
-        "train.num_anchors=6",
-        "train.lr=0.002",
         "train.max_grad_norm=0.5",  # below some norms of this run
-        "train.log_every=1",
+        "train.ema_decay=0.3",
         "train.save_every=3",
-        "loss.chunk_blocks=8",
         f"train.validation_prompts=[{place / 'prompts.jsonl'}]",
+        "train.validation_limit=1",
         "train.validation_max_new_tokens=6",
-        *overrides,
     ]
+    return tiny_run(place, out, *own, *overrides)
 
 
 def here(place: Path, out: Path, *overrides: str) -> None:
@@ -122,8 +102,8 @@ def lines(out: Path) -> list[dict[str, float]]:
     return [{key: v for key, v in line.items() if not key.startswith("perf/")} for line in read]
 
 
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(out / "latest" / "model.safetensors")
+def weights(out: Path, file: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(out / "latest" / file)
 
 
 def moments(out: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -137,10 +117,11 @@ def assert_close(one: Path, other: Path) -> None:
     """Within float32's rounding of sums in another order."""
     for mine, theirs in zip(lines(one), lines(other), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    for name in first:
-        torch.testing.assert_close(first[name], second[name], rtol=0, atol=5e-6)
+    for file in ("model.safetensors", "ema.safetensors"):
+        first, second = weights(one, file), weights(other, file)
+        assert first.keys() == second.keys()
+        for name in first:
+            torch.testing.assert_close(first[name], second[name], rtol=0, atol=5e-6)
     for name, held in moments(one).items():
         for key, value in held.items():
             torch.testing.assert_close(value, moments(other)[name][key], rtol=1e-4, atol=1e-7)
@@ -150,7 +131,7 @@ def assert_close(one: Path, other: Path) -> None:
 def test_shards_make_the_steps_of_whole_copies(
     kind: str, place: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """Loss, norm before clipping, weights and moments, in float32."""
+    """Loss, norm before clipping, weights, their average and moments, in float32."""
     out = tmp_path / kind
     two(kind, place, out, "train.mixed_precision=no")  # fsdp2.yaml says bf16
     assert_close(out, whole)
@@ -160,8 +141,9 @@ def test_shards_make_the_steps_of_whole_copies(
     # one process goes on where two stopped
     on = tmp_path / "on"
     here(place, on, f"train.resume={out / 'checkpoint-3'}")
-    for name, value in weights(on).items():
-        torch.testing.assert_close(value, weights(whole)[name], rtol=0, atol=5e-6)
+    for file in ("model.safetensors", "ema.safetensors"):
+        for name, value in weights(on, file).items():
+            torch.testing.assert_close(value, weights(whole, file)[name], rtol=0, atol=5e-6)
     # and the checkpoint is one that exports
     target = load(str(place / "target"), dtype="float32", device="cpu")
     export_draft(out, tmp_path / "draft", target, tokenizer=tiny_tokenizer(), check=False)
@@ -183,8 +165,11 @@ def test_shards_go_on_to_the_bit_with_fp32_masters(kind: str, place: Path, tmp_p
     shutil.copytree(out / "checkpoint-3", on / "checkpoint-3")
     two(kind, place, on, *own)
     assert [line for line in lines(out) if line["step"] > 3] == lines(on)
+    average = weights(out, "ema.safetensors")
     for name, value in held.items():
         assert torch.equal(value, weights(on)[name]), name
+        assert torch.equal(average[name], weights(on, "ema.safetensors")[name]), name
+    assert any((value != held[name]).any() for name, value in average.items())
     for name, kept in moments(out).items():
         for key, value in kept.items():
             assert torch.equal(value, moments(on)[name][key]), (name, key)

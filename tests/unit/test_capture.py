@@ -10,7 +10,7 @@ import torch
 
 from dspark.config import CaptureSettings, DataSettings
 from dspark.corpus import store
-from dspark.corpus.capture import capture
+from dspark.corpus.capture import _check_disk, capture
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, ShardRows
 from dspark.errors import ConfigError, DataError, RunError
@@ -139,6 +139,36 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(
     assert not (tmp_path / "s").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2 * needed, 0, needed))
     capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+
+
+def test_what_a_large_capture_takes_is_told_and_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1.3M rows of 4096 tokens: five taps of a 2560-wide target in bf16 are 163.6 TB."""
+    header = store.Header(
+        target="t",
+        target_revision=None,
+        target_fingerprint="f",
+        layer_ids=[1, 9, 17, 25, 33],
+        hidden_size=2560,
+        dtype="bfloat16",
+        template_hash="h",
+        max_length=4096,
+    )
+    tokens = 1_300_000 * 4096
+    # per token: an id (4), whether it is supervised (1), five taps and the last hidden state
+    needed = tokens * (4 + 1 + (5 + 1) * 2560 * 2)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed, 0, needed - 1))
+    refused = r"needs 163,604,480,000,000 bytes and its disk has 163,604,479,999,999 free"
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match=refused):
+        _check_disk(tmp_path / "s", tokens, tokens, header)
+    said = "features of 5,324,800,000 tokens: 30725 bytes each (hidden 2560 x (5 taps + 1)"
+    assert said in caplog.text
+    assert f"{needed / 2**30:.2f} GiB in all" in caplog.text
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed, 0, needed))
+    _check_disk(tmp_path / "s", tokens, tokens, header)
+    assert not (tmp_path / "s").exists()
 
 
 class Poisoned:

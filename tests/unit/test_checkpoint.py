@@ -14,7 +14,9 @@ from dspark.training import checkpoint
 from dspark.training.checkpoint import Best, TrainState
 
 
-def write(output_dir: Path, step: int, best: Best | None = None) -> Path:
+def write(
+    output_dir: Path, step: int, best: Best | None = None, ema_since: int | None = None
+) -> Path:
     state = TrainState(
         step=step,
         total_steps=9,
@@ -23,6 +25,7 @@ def write(output_dir: Path, step: int, best: Best | None = None) -> Path:
         window=[[0.1, 1 / 3]],
         window_steps=1,
         best=best,
+        ema_since=ema_since,
     )
     return checkpoint.save(
         output_dir,
@@ -31,6 +34,7 @@ def write(output_dir: Path, step: int, best: Best | None = None) -> Path:
         draft_config={"architectures": ["Qwen3DSparkModel"]},
         moments={"fc.weight": {"step": torch.tensor(3.0), "exp_avg": torch.ones(3, 2)}},
         config=Config(),
+        average={"fc.weight": torch.ones(3, 2)} if ema_since is not None else None,
     )
 
 
@@ -106,6 +110,79 @@ def test_a_missing_or_cut_file_is_refused_by_name(tmp_path: Path) -> None:
     (path / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer.pt is missing"):
         checkpoint.read(path)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "config.yaml",
+        "ema.safetensors",
+        "model.safetensors",
+        "optimizer.pt",
+        "provenance.json",
+        "trainer_state.json",
+    ],
+)
+def test_every_file_is_missed_by_name(tmp_path: Path, name: str, half: bool) -> None:
+    path = write(tmp_path, 3, ema_since=1)
+    assert checkpoint.read(path).state.ema_since == 1
+    data = (path / name).read_bytes()
+    (path / name).unlink()
+    if half:
+        (path / name).write_bytes(data[: len(data) // 2])
+    said = rf"{name} has {len(data) // 2} bytes instead of {len(data)}" if half else "is missing"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.read(path)
+
+
+def test_a_damaged_complete_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    whole = (path / "COMPLETE").read_text()
+    for text in ("", whole[: len(whole) // 2], "[]", '{"format": 2}'):
+        (path / "COMPLETE").write_text(text)
+        with pytest.raises(CheckpointError, match="COMPLETE cannot be read"):
+            checkpoint.read(path)
+
+
+def test_without_a_complete_one_there_is_no_fresh_start(tmp_path: Path) -> None:
+    assert checkpoint.newest_complete(tmp_path) is None
+    path = write(tmp_path, 3)
+    (path / "COMPLETE").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 holds no COMPLETE.*start afresh"):
+        checkpoint.newest_complete(tmp_path)
+
+
+def test_links_that_a_kill_left_behind_are_mended(tmp_path: Path) -> None:
+    for step in (3, 6):
+        path = write(tmp_path, step, Best(step, 1.5))
+    checkpoint.link(tmp_path, "latest", 3)
+    checkpoint.link(tmp_path, "best", 3)
+    checkpoint.mend_links(path)
+    links = [os.readlink(tmp_path / name) for name in ("latest", "best")]
+    assert links == ["checkpoint-6", "checkpoint-6"]
+    path = write(tmp_path, 9, Best(3, 1.7))
+    checkpoint.mend_links(path)
+    assert os.readlink(tmp_path / "best") == "checkpoint-3"
+    write(tmp_path, 12, Best(5, 1.7))  # whose checkpoint somebody has removed
+    checkpoint.mend_links(tmp_path / "checkpoint-12")
+    assert os.readlink(tmp_path / "best") == "checkpoint-3"
+
+
+def test_only_leftovers_of_a_run_are_removed(tmp_path: Path) -> None:
+    kept = ["checkpoint-3", ".mine.7.tmp", "metrics.jsonl", ".lock"]
+    gone = [".checkpoint-9.tmp", ".latest.77.tmp", ".metrics.jsonl.77.tmp"]
+    for name in (kept[0], gone[0]):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    for name in (*kept[1:], gone[2]):
+        (tmp_path / name).touch()
+    (tmp_path / gone[1]).symlink_to("checkpoint-3")
+    checkpoint.clear_leftovers(tmp_path)
+    assert {one.name for one in tmp_path.iterdir()} == set(kept)
+    assert (tmp_path / "checkpoint-3" / "file").exists()
+    checkpoint.clear_leftovers(tmp_path / "nowhere")
 
 
 def test_garbage_of_the_right_size_is_refused(tmp_path: Path) -> None:

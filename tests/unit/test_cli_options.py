@@ -80,12 +80,13 @@ def test_eval_hands_on_every_option(
 def test_export_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     export = stub("export.hf.export_draft", {})
     words = ("export", "run", "out", "--format", "vllm", "--include-frozen", "--no-check",
-             "--overwrite", "--licence", "apache-2.0")  # fmt: skip
+             "--weights", "ema", "--overwrite", "--licence", "apache-2.0")  # fmt: skip
     assert run(monkeypatch, *words) == 0
     assert [str(path) for path in export.args[:2]] == ["run", "out"]
     facts = export.options.pop("facts")
     assert facts.licence == "apache-2.0"
     assert export.options == {
+        "weights": "ema",
         "format": "vllm",
         "include_frozen": True,
         "tokenizer": "TOKENIZER",
@@ -94,6 +95,7 @@ def test_export_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch
     }
     assert run(monkeypatch, "export", "run", "out") == 0
     assert export.options["check"] is True
+    assert export.options["weights"] == "best"
     assert export.options["facts"] is None
 
 

@@ -1,7 +1,6 @@
 """Features computed in the trainer and features read from shards are the same numbers."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,14 @@ from dspark.corpus.dataset import ResponseRows, Row, ShardRows
 from dspark.errors import DataError
 from dspark.losses import denominators
 from dspark.target import Features, Target, load
-from dspark.testing import save_tiny_target, tiny_draft, tiny_target, tiny_tokenizer
+from dspark.testing import (
+    save_tiny_run,
+    tiny_draft,
+    tiny_rows,
+    tiny_run,
+    tiny_target,
+    tiny_tokenizer,
+)
 from dspark.training import program
 from dspark.training.features import batch_features, gather_rows, silence
 from dspark.training.objective import Objective
@@ -38,14 +44,7 @@ def _one_thread() -> Any:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target, seven rows, and their shards in float32."""
     directory = tmp_path_factory.mktemp("features")
-    save_tiny_target(directory / "target")
-    rng = random.Random(1)
-    with (directory / "rows.jsonl").open("w") as file:
-        for number in range(7):
-            ids = [rng.randrange(97, 107) for _ in range(rng.randint(12, 90))]
-            mask = [0] * 4 + [1] * (len(ids) - 4)
-            row = {"id": f"r{number}", "input_ids": ids, "loss_mask": mask}
-            file.write(json.dumps(row) + "\n")
+    save_tiny_run(directory, tiny_rows(7, seed=1, longest=90))
     target = load(str(directory / "target"), dtype="float32", device="cpu")
     settings = CaptureSettings(out=str(directory / "shards"), dtype="float32", batch_size=3)
     capture(target, tiny_tokenizer(), config(directory).data, settings, LAYERS)
@@ -53,25 +52,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(place: Path, *overrides: str) -> Config:
-    return config_io.load(
-        None,
-        [
-            f"target.path={place / 'target'}",
-            "target.dtype=float32",
-            "target.device=cpu",
-            "draft.num_layers=1",
-            "draft.block_size=4",
-            f"draft.target_layer_ids={list(LAYERS)}",
-            "draft.markov_rank=8",
-            f"data.responses=[{place / 'rows.jsonl'}]",
-            f"data.shards={place / 'shards'}",
-            "train.num_anchors=6",
-            "train.batch_size=2",
-            "train.steps=5",
-            "train.log_every=1",
-            *overrides,
-        ],
-    )
+    own = [
+        "draft.num_layers=1",
+        f"draft.target_layer_ids={list(LAYERS)}",
+        f"data.shards={place / 'shards'}",
+        "train.batch_size=2",
+        "train.steps=5",
+    ]
+    return config_io.load(None, tiny_run(place, place / "out", *own, *overrides))
 
 
 def test_online_and_offline_give_the_same_features(place: Path) -> None:

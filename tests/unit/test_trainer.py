@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,23 +16,20 @@ from dspark import config_io, provenance
 from dspark.corpus.dataset import Row
 from dspark.errors import CheckpointError, ConfigError, DataError, MissingPackageError, RunError
 from dspark.export.load import load_draft
-from dspark.testing import save_tiny_target, tiny_target, tiny_tokenizer
+from dspark.target import Features, HFTarget
+from dspark.testing import (
+    save_tiny_run,
+    save_tiny_target,
+    tiny_rows,
+    tiny_run,
+    tiny_target,
+    tiny_tokenizer,
+    write_rows,
+)
 from dspark.training import build, program, trainer
 from dspark.training.window import Split, Windows
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = [
-    "target.dtype=float32",
-    "target.device=cpu",
-    "draft.num_layers=2",
-    "draft.block_size=4",
-    "draft.num_taps=3",
-    "draft.markov_rank=8",
-    "train.num_anchors=6",
-    "train.lr=0.002",
-    "train.log_every=1",
-    "loss.chunk_blocks=8",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -47,37 +43,11 @@ def _one_thread() -> Any:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target, ten rows, and two validation prompts."""
-    directory = tmp_path_factory.mktemp("trainer")
-    save_tiny_target(directory / "target")
-    rng = random.Random(0)
-    rows = []
-    for number in range(10):
-        ids = [rng.randrange(97, 107) for _ in range(rng.randint(12, 70))]
-        rows.append(
-            {"id": f"r{number}", "input_ids": ids, "loss_mask": [0] * 4 + [1] * (len(ids) - 4)}
-        )
-    write_rows(directory / "rows.jsonl", rows)
-    prompts = [{"messages": [{"role": "user", "content": text}]} for text in ("ab", "dcba")]
-    write_rows(directory / "prompts.jsonl", prompts)
-    return directory
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def settings(place: Path, out: Path, *overrides: str) -> list[str]:
-    return [
-        *TINY,
-        f"target.path={place / 'target'}",
-        f"data.responses=[{place / 'rows.jsonl'}]",
-        f"train.output_dir={out}",
-        *overrides,
-    ]
+    return save_tiny_run(tmp_path_factory.mktemp("trainer"), tiny_rows(10))
 
 
 def run(place: Path, out: Path, *overrides: str) -> trainer.TrainReport:
-    return program.run(config_io.load(None, settings(place, out, *overrides)))
+    return program.run(config_io.load(None, tiny_run(place, out, *overrides)))
 
 
 def lines(out: Path) -> list[dict[str, float]]:
@@ -112,7 +82,7 @@ def test_accumulation_makes_the_step_of_one_large_batch(place: Path, tmp_path: P
 @pytest.mark.slow
 def test_two_processes_make_the_step_of_one(place: Path, tmp_path: Path) -> None:
     """Also when one of them has rows without a single supervised slot, or one with NaN."""
-    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    rows = tiny_rows(10)
     for row in rows[::2]:  # one supervised token is enough for the reader, none for a block
         row["loss_mask"] = [0] * (len(row["loss_mask"]) - 1) + [1]
     own = [
@@ -126,7 +96,7 @@ def test_two_processes_make_the_step_of_one(place: Path, tmp_path: Path) -> None
     run(place, tmp_path / "one", *own, "train.grad_accumulation=2")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "2", str(ROOT / "train.py")]
-    command += settings(place, tmp_path / "two", *own, "train.num_processes=2")
+    command += tiny_run(place, tmp_path / "two", *own, "train.num_processes=2")
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
@@ -152,7 +122,7 @@ def environment() -> dict[str, str]:
 
 
 def windows_of(place: Path, rows: Path, split: Split) -> Windows:
-    config = config_io.load(None, [*settings(place, place), f"data.responses=[{rows}]"])
+    config = config_io.load(None, [*tiny_run(place, place), f"data.responses=[{rows}]"])
     from dspark.corpus.dataset import ResponseRows
 
     data = config.data.model_copy(update={"min_supervised_tokens": 1})
@@ -207,7 +177,7 @@ def test_a_row_gets_other_anchors_at_every_visit(place: Path) -> None:
 def test_a_step_without_a_supervised_slot_is_counted_and_harmless(
     place: Path, tmp_path: Path
 ) -> None:
-    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()][:2]
+    rows = tiny_rows(10)[:2]
     rows[0]["loss_mask"] = [0] * (len(rows[0]["loss_mask"]) - 1) + [1]
     write_rows(tmp_path / "rows.jsonl", rows)
     run(
@@ -235,11 +205,38 @@ def with_bad_rows(place: Path, out: Path, rows: list[dict[str, Any]], *bad: int)
     return [f"target.path={out / 'target'}", f"data.responses=[{out / 'rows.jsonl'}]"]
 
 
+def with_bad_features(
+    monkeypatch: pytest.MonkeyPatch, out: Path, value: float, *bad: int
+) -> list[str]:
+    """Settings of rows of which ``bad`` start with id 122, and what the target says of these."""
+    rows = tiny_rows(10)
+    for number in bad:
+        rows[number]["input_ids"][0] = 122
+    write_rows(out / "rows.jsonl", rows)
+    honest = HFTarget.features
+
+    def poisoned(self: Any, input_ids: torch.Tensor, layer_ids: Any) -> Features:
+        found = honest(self, input_ids, layer_ids)
+        for row in (input_ids[:, 0] == 122).nonzero()[:, 0]:
+            if value == 0:
+                found.last_hidden[row] = 0
+            else:
+                found.taps[row, 2, 5] = value
+        return found
+
+    monkeypatch.setattr(HFTarget, "features", poisoned)
+    return [f"data.responses=[{out / 'rows.jsonl'}]"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_a_row_that_the_target_cannot_compute_is_named_and_left_out(
-    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    value: float,
 ) -> None:
-    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
-    own = with_bad_rows(place, tmp_path, rows, 6)
+    own = with_bad_features(monkeypatch, tmp_path, value, 6)
     run(place, tmp_path / "out", *own, "train.steps=10", "train.batch_size=2", "train.log_every=2")
     assert caplog.text.count("row r6: features with NaN, Inf or only zeros; skipped") == 1
     figures = lines(tmp_path / "out")
@@ -248,11 +245,11 @@ def test_a_row_that_the_target_cannot_compute_is_named_and_left_out(
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "out").values())
 
 
+@pytest.mark.parametrize("value", [float("-inf"), 0.0])
 def test_too_many_rows_that_the_target_cannot_compute_stop_the_run(
-    place: Path, tmp_path: Path
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
-    own = with_bad_rows(place, tmp_path, rows, 6, 2)
+    own = with_bad_features(monkeypatch, tmp_path, value, 6, 2)
     with pytest.raises(RunError, match=r"2 of 10 rows .*zeros \(first: r[26], r[26]\)"):
         run(place, tmp_path / "out", *own, "train.steps=20", "train.log_every=1")
 
@@ -459,7 +456,7 @@ def test_a_users_mistake_is_one_sentence_and_code_2(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        program.main([*settings(place, tmp_path / "out", "train.steps=1"), override])
+        program.main([*tiny_run(place, tmp_path / "out", "train.steps=1"), override])
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert message in error
@@ -469,7 +466,7 @@ def test_a_users_mistake_is_one_sentence_and_code_2(
 def test_the_last_line_of_stdout_is_json(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program.main(["--json", *settings(place, tmp_path / "out"), "--train.steps", "1"])
+    program.main(["--json", *tiny_run(place, tmp_path / "out"), "--train.steps", "1"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["status"] == "finished"
     assert report["step"] == 1
@@ -499,7 +496,7 @@ def test_a_signal_saves_and_exits_with_75(
 
     monkeypatch.setattr(trainer.Trainer, "_optimize", interrupted)
     with pytest.raises(SystemExit) as exit_:
-        program.main(settings(place, tmp_path / "out", "train.steps=6"))
+        program.main(tiny_run(place, tmp_path / "out", "train.steps=6"))
     assert exit_.value.code == 75
     assert (tmp_path / "out" / "latest").resolve().name == "checkpoint-3"
 
