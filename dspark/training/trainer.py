@@ -325,6 +325,8 @@ class Trainer:
         if figures["train/skipped_rows"]:
             self._name_skipped()
         self._usable.clear()
+        if self._pool is not None:
+            figures["perf/features_wait_s"] = self._pool.waited()
         return {
             **figures,
             "train/lr": self.schedule.lr(self.step - 1),

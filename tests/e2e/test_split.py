@@ -277,14 +277,14 @@ class Started:
 
 @pytest.fixture
 def started(place: Path, tmp_path: Path) -> Iterator[Started]:
-    run = Started(place, tmp_path / "out", *split("cpu", "cpu"))
+    run = Started(place, tmp_path / "out", *split("cpu"))
     yield run
     run.stop()
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_dead_worker_ends_the_training_with_a_sentence(started: Started, kind: Any) -> None:
-    os.kill(started.workers[1], kind)
+def test_a_dead_worker_ends_the_training_with_a_sentence(started: Started) -> None:
+    kind = signal.SIGSEGV
+    os.kill(started.workers[0], kind)
     assert started.process.wait(30) == 1
     text = started.log.read_text()
     (sentence,) = (line for line in text.splitlines() if line.startswith("error:"))
@@ -293,7 +293,7 @@ def test_a_dead_worker_ends_the_training_with_a_sentence(started: Started, kind:
     until(lambda: all(gone(pid) for pid in started.workers), 10)
 
 
-def test_after_a_dead_worker_a_run_goes_on_to_the_bit(
+def test_after_a_killed_worker_a_run_goes_on_to_the_bit(
     place: Path, online: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -301,10 +301,12 @@ def test_after_a_dead_worker_a_run_goes_on_to_the_bit(
     log = tmp_path / "stderr.txt"
     with log.open("w") as file:
         process = subprocess.Popen(command, env=environment(), stderr=file)
-    # while it validates or trains behind the first checkpoint, of which it has eight steps in all
     until(lambda: (out / "latest").exists(), LIMIT, running=process)
     os.kill(int(re.findall(r"on cpu: process (\d+)", log.read_text())[0]), signal.SIGKILL)
     assert process.wait(30) == 1
+    text = log.read_text()
+    assert "error: the target worker on cpu was ended by SIGKILL" in text
+    assert_no_noise(text)
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False
     )
@@ -320,7 +322,29 @@ def test_a_killed_trainer_takes_its_workers_along(started: Started) -> None:
     assert_no_noise(started.log.read_text())
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_worker_that_is_busy_ends_with_its_trainer_too() -> None:
+    """It does not have to come back to its connection first."""
+    script = """
+import os
+from multiprocessing import get_context
+from dspark.training.split.worker import _end_with_trainer
+process = get_context("spawn").Process(target=_end_with_trainer, args=(os.getpid(),))
+process.start()
+print(process.pid, flush=True)
+process.join()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=environment(), stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout is not None
+        worker = int(trainer.stdout.readline())
+        time.sleep(1)
+        assert not gone(worker)
+        trainer.kill()
+        until(lambda: gone(worker), 30)  # importing what it needs included
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_of_them_saves_and_exits_with_75(started: Started, kind: Any) -> None:
     os.killpg(started.process.pid, kind)
     assert started.process.wait(60) == 75
@@ -352,16 +376,27 @@ def test_a_fault_of_the_worker_is_told(place: Path, tmp_path: Path) -> None:
         next(pool.feed(windows([one]), LAYERS))
         with pytest.raises(RunError, match="worker on cpu ended with exit code 1"):
             pool.take(one)
+        # and again, when something more is sent to it
+        with pytest.raises(RunError, match="worker on cpu ended with exit code 1"):
+            next(pool.feed(windows(passes(1)), LAYERS))
+
+
+def test_a_target_that_does_not_load_is_the_same_sentence_as_online(
+    place: Path, tmp_path: Path
+) -> None:
+    broken = save_tiny_target(tmp_path / "target")
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(TargetError) as here:
+        load(str(broken), dtype="float32", device="cpu")
+    with opened(tmp_path, queue=2) as pool, pytest.raises(TargetError) as there:
+        pool.start()
+    assert str(here.value) == str(there.value)
+
+
+def test_what_the_worker_refuses_is_told(place: Path) -> None:
     (one,) = passes(1)
     with opened(place, queue=2) as pool:
         pool.start()
         next(pool.feed(windows([one]), [99]))
         with pytest.raises(RunError, match="worker on cpu failed: tap layer 99 is out of range"):
             pool.take(one)
-    broken = save_tiny_target(tmp_path / "target")
-    (broken / "model.safetensors").unlink()
-    with (
-        opened(tmp_path, queue=2) as pool,
-        pytest.raises(TargetError, match="cannot load target"),
-    ):
-        pool.start()

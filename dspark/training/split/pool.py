@@ -6,6 +6,7 @@ trainer trains, and waits while all its slots are full.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -56,6 +57,7 @@ class TargetPool:
         self._drawn: deque[Pass] = deque()  # not given to a worker yet
         self._given: deque[Pass] = deque()  # not taken yet
         self._num_given = self._num_taken = 0
+        self._waited = 0.0  # seconds
         self._copies: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -118,7 +120,9 @@ class TargetPool:
         assert wanted.row_ids == one.row_ids, "passes are taken in the order of the windows"
         worker = self._workers[self._num_taken % len(self._workers)]
         self._num_taken += 1
+        begun = time.perf_counter()
         slot, layout = worker.next_features()
+        self._waited += time.perf_counter() - begun
         found = self._moved(worker.slots[slot].read(layout))
         worker.free.append(slot)
         self._give()
@@ -145,6 +149,11 @@ class TargetPool:
         stats: AcceptStats = worker.ask(Count(layout, config, prompts, max_new_tokens))
         worker.parcel.empty()
         return stats
+
+    def waited(self) -> float:
+        """Seconds for which `take` waited for workers since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     @property
     def _slots(self) -> int:
