@@ -80,7 +80,8 @@ class Handle:
 
     def end(self) -> None:
         """Wait for its end, for a short time; the connection is closed already."""
-        self.process.join(_PATIENCE)
+        # what still loads its target looks at its connection too late
+        self.process.join(_PATIENCE if self._loaded else 0)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()

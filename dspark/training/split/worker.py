@@ -101,8 +101,10 @@ def serve(start: Start) -> None:
     # the same sums in the same order as a target in the trainer's process
     torch.set_num_threads(start.num_threads)
     connection = start.connection
+    hint = "the target must fit on one device as a whole"
     try:
         target = load(start.settings, device=start.device)
+        hint = "lower train.batch_size (and raise train.grad_accumulation) or data.max_length"
         if target.device.type == "cuda":
             torch.cuda.set_device(target.device)
             for slot in start.slots:
@@ -111,12 +113,12 @@ def serve(start: Start) -> None:
         while True:
             connection.send(_answer(connection.recv(), target, start))
     except (EOFError, ConnectionError):
-        return  # the trainer has ended
+        # the trainer has ended, and waits: an interpreter with torch takes seconds to wind up
+        os._exit(0)
     except DSparkError as error:
         connection.send(Failed(error))
     except torch.OutOfMemoryError:
-        lower = "lower train.batch_size (and raise train.grad_accumulation) or data.max_length"
-        connection.send(Failed(RunError(f"the GPU is out of memory: {lower}")))
+        connection.send(Failed(RunError(f"{start.device} is out of memory: {hint}")))
 
 
 def _answer(request: Any, target: Target, start: Start) -> Any:
