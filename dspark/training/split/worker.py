@@ -101,14 +101,15 @@ def serve(start: Start) -> None:
     # the same sums in the same order as a target in the trainer's process
     torch.set_num_threads(start.num_threads)
     connection = start.connection
+    on_gpu = torch.device(start.device).type == "cuda"
     hint = "the target must fit on one device as a whole"
     try:
+        if on_gpu:
+            torch.cuda.set_device(start.device)  # else something would go to a trainer's
         target = load(start.settings, device=start.device)
         hint = "lower train.batch_size (and raise train.grad_accumulation) or data.max_length"
-        if target.device.type == "cuda":
-            torch.cuda.set_device(target.device)
-            for slot in start.slots:
-                slot.page_locked = True
+        for slot in start.slots:
+            slot.page_locked = on_gpu
         connection.send(None)
         while True:
             connection.send(_answer(connection.recv(), target, start))
