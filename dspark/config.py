@@ -205,8 +205,13 @@ class TrainSettings(_Settings):
     """The optimisation run. A step is an optimizer step."""
 
     output_dir: str = "outputs/train"
-    features: Literal["online", "offline"] = "online"
-    """online: the target runs in this process; offline: `data.shards`."""
+    features: Literal["online", "split", "offline"] = "online"
+    """online: the target runs in this process; split: in others, on `target_devices`; offline:
+    `data.shards`."""
+    target_devices: tuple[str, ...] = ()
+    """For split, on each machine: `[cuda:4, cuda:5]`, dealt out to its training processes."""
+    split_queue: Annotated[int, Field(ge=1, le=64)] = 2
+    """For split: forward passes that each target device may be ahead of the training."""
     steps: PositiveInt | None = None
     """Optimizer steps; wins over `epochs`."""
     epochs: PositiveInt = 10
@@ -253,6 +258,20 @@ class TrainSettings(_Settings):
     validation_limit: PositiveInt = 8
     validation_max_new_tokens: PositiveInt = 64
     tracker: TrackerSettings = TrackerSettings()
+
+    @model_validator(mode="after")
+    def _split_names_devices(self) -> Self:
+        if self.features == "split" and not self.target_devices:
+            raise ValueError(
+                "features is split but target_devices is empty: name the devices that run the "
+                "target, such as [cuda:4, cuda:5]"
+            )
+        if self.target_devices and self.features != "split":
+            raise ValueError(
+                f"target_devices is {list(self.target_devices)} but features is {self.features}: "
+                "set features=split, or leave target_devices out"
+            )
+        return self
 
 
 class EvalSettings(_Settings):

@@ -16,7 +16,7 @@ from dspark.target.base import Features, Target, check_layer_ids, join_taps
 from dspark.target.lockstep import LockstepCache
 from dspark.target.rows import RowCache
 
-__all__ = ["HFTarget"]
+__all__ = ["HFTarget", "logit_transform"]
 
 
 class HFTarget(Target):
@@ -42,7 +42,7 @@ class HFTarget(Target):
         if not isinstance(head, nn.Linear):
             raise TargetError(f"target '{name}' has no linear output head")
         self._head = head
-        self._finish = _logit_transform(self.config)
+        self._finish = logit_transform(self.config)
         generation = getattr(model, "generation_config", None)
         self.eos_ids = frozenset(
             _ids(getattr(generation, "eos_token_id", None)) | _ids(self.config.eos_token_id)
@@ -62,6 +62,12 @@ class HFTarget(Target):
     @property
     def head_weight(self) -> Tensor:  # [V, D]
         return self._head.weight
+
+    @property
+    def head_bias(self) -> Tensor | None:  # [V]
+        """Of the output head; most have none."""
+        bias: Tensor | None = self._head.bias
+        return bias
 
     @property
     def architecture(self) -> str:
@@ -174,7 +180,8 @@ def _decoder_layers(decoder: nn.Module, count: int, name: str) -> nn.ModuleList:
     raise TargetError(f"target '{name}': found no list of {count} decoder layers to tap")
 
 
-def _logit_transform(config: Any) -> Callable[[Tensor], Tensor]:
+def logit_transform(config: Any) -> Callable[[Tensor], Tensor]:
+    """What a model of ``config`` does to the output of its head."""
     cap = getattr(config, "final_logit_softcapping", None)
     if cap:
         return lambda logits: torch.tanh(logits / cap) * cap

@@ -1,6 +1,7 @@
 """Target features of a batch: computed here (online) or read from capture shards (offline).
 
-Both give the same numbers for the same rows, up to the dtype that the shards were written in.
+Both, and the target workers of `split`, give the same numbers for the same rows, up to the dtype
+that the shards were written in.
 A row may turn out to have none that can be learned from: it is left out here, as capture does.
 """
 

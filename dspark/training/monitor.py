@@ -14,7 +14,8 @@
   ``train/skipped_rows``: rows in these steps that were left out because the target's features of
   them hold NaN, Inf or only zeros.
 - ``perf/step_s``, ``perf/tokens_per_s`` (tokens of the rows, without padding, all processes),
-  ``perf/mem_gib`` (peak of this process's GPU).
+  ``perf/mem_gib`` (peak of this process's GPU); ``perf/features_wait_s``, with split features:
+  seconds for which the main process waited for its target workers in the line's steps.
 - ``val/…``: real decoding, see `validation`; ``val/ema_tau``: ``val/tau`` of the average of the
   weights (`ema`).
 

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
 from dspark import config_io, provenance
 from dspark.config import Config
@@ -23,6 +24,8 @@ from dspark.errors import CheckpointError, ConfigError, DSparkError, unwritable
 from dspark.progress import quiet_transformers
 from dspark.training import checkpoint, launch, tracker
 from dspark.training.signals import EXIT_INTERRUPTED
+from dspark.training.split.devices import devices_of
+from dspark.training.split.pool import TargetPool
 from dspark.training.trainer import Trainer, TrainReport
 
 __all__ = ["find_resume", "main", "run"]
@@ -88,6 +91,7 @@ def run(config: Config) -> TrainReport:
     settings = config.train
     tracker.check_installed(settings.tracker)
     accelerator = launch.start(settings, device=config.target.device)
+    split = settings.features == "split"
     with ExitStack() as stack:
 
         def begin() -> Path | None:
@@ -103,9 +107,29 @@ def run(config: Config) -> TrainReport:
             return find_resume(config)
 
         resume = launch.on_main(accelerator, begin)
-        trainer = Trainer(config, accelerator, resume)
+        pool = stack.enter_context(target_pool(config, accelerator)) if split else None
+        trainer = Trainer(config, accelerator, resume, pool)
         status = trainer.train()
         return trainer.report(status, time.perf_counter() - begun)
+
+
+def target_pool(config: Config, accelerator: Accelerator) -> TargetPool:
+    """The target workers of this process, not started yet.
+
+    Raises:
+        ConfigError: `train.target_devices` cannot be used.
+    """
+    local_trainers = os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)
+    devices = devices_of(
+        config.train.target_devices,
+        local_index=accelerator.local_process_index,
+        local_trainers=int(local_trainers),
+        training=accelerator.device,
+        num_gpus=torch.cuda.device_count(),
+    )
+    return TargetPool(
+        config.target, devices, queue=config.train.split_queue, device=accelerator.device
+    )
 
 
 def find_resume(config: Config) -> Path | None:

@@ -12,6 +12,7 @@ import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from dspark.errors import CheckpointError, RunError
 from dspark.export.check import Probe
 from dspark.export.config_json import ARCHITECTURES, from_json, read_json, to_json
 from dspark.progress import Bar
-from dspark.target import load, load_tokenizer, resolve
+from dspark.target import Target, load, load_tokenizer, resolve
 from dspark.training import build, checkpoint, ema, launch, validation
 from dspark.training.checkpoint import Best, Saved, TrainState
 from dspark.training.engine import autocast_dtype, build_engine, can_compile
@@ -40,6 +41,7 @@ from dspark.training.objective import Objective
 from dspark.training.optim import Schedule, plan_steps, ramp_at
 from dspark.training.rows import check_features, check_fit, documents_of, facts, identity, open_rows
 from dspark.training.signals import StopRequest
+from dspark.training.split.pool import TargetPool
 from dspark.training.window import Pass, Split, Window, Windows
 
 __all__ = ["TrainReport", "Trainer"]
@@ -53,6 +55,7 @@ _PLAIN_KEYS = frozenset(
         "gradient_checkpointing", "attention", "compile", "num_processes", "resume", "save_every",
         "keep", "log_every", "validate_every", "validation_prompts", "validation_limit",
         "validation_max_new_tokens", "tracker", "chunk_blocks", "seed", "num_anchors",
+        "target_devices", "split_queue",
     }
 )  # fmt: skip
 
@@ -82,8 +85,16 @@ class TrainReport:
 class Trainer:
     """One run: what is loaded once, and the loop over steps."""
 
-    def __init__(self, config: Config, accelerator: Accelerator, resume: Path | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        accelerator: Accelerator,
+        resume: Path | None,
+        pool: TargetPool | None = None,
+    ) -> None:
+        """``pool`` computes the features where `train.features` is split."""
         self.config = config
+        self._pool = pool
         self.accelerator = accelerator
         self.output_dir = Path(config.train.output_dir)
         settings, processes = config.train, accelerator.num_processes
@@ -101,7 +112,9 @@ class Trainer:
             warmup_ratio=settings.warmup_ratio,
             kind=settings.schedule,
         )
-        self.target = load(config.target, device=_device_name(accelerator))
+        self.target: Target = (
+            pool.start() if pool else load(config.target, device=_device_name(accelerator))
+        )
         check_fit(rows, self.target)
         self.prompts = validation.prompt_ids(
             settings,
@@ -241,7 +254,10 @@ class Trainer:
     def _loop(self, journal: Journal, bar: Bar, stop: StopRequest) -> str:
         settings, total = self.config.train, self.plan.total_steps
         self.monitor.restart_clock()
-        for window in self.windows.between(self.step, total):
+        windows = self.windows.between(self.step, total)
+        if self._pool is not None:
+            windows = self._pool.feed(windows, self.draft.layer_ids)
+        for window in windows:
             stopping = self._optimize(window, stop)
             self.step = window.step + 1
             final = self.step == total
@@ -293,9 +309,17 @@ class Trainer:
         self, one: Pass, denominators: Tensor, ramp: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss share, `Sums.to_vector`, and how many rows were left out."""
-        features = batch_features(
-            self.target, self.draft.layer_ids, one.input_ids, one.taps, one.last_hidden, one.spans
-        )
+        if self._pool is not None:
+            features = self._pool.take(one)
+        else:
+            features = batch_features(
+                self.target,
+                self.draft.layer_ids,
+                one.input_ids,
+                one.taps,
+                one.last_hidden,
+                one.spans,
+            )
         usable = features.usable_documents(one.documents, len(one.spans))
         self._usable.append((one.row_ids, usable))  # read when a line is due
         mask = silence(features, usable, one.documents, one.mask, one.block_documents)
@@ -320,6 +344,8 @@ class Trainer:
         if figures["train/skipped_rows"]:
             self._name_skipped()
         self._usable.clear()
+        if self._pool is not None:
+            figures["perf/features_wait_s"] = self._pool.waited()
         return {
             **figures,
             "train/lr": self.schedule.lr(self.step - 1),
@@ -377,7 +403,7 @@ class Trainer:
 
     def _decode(self) -> AcceptStats:
         return validation.validate(
-            self.target,
+            self._pool.counts if self._pool else partial(validation.counts, self.target),
             self.draft,
             self.engine.weights(),
             self.prompts,

@@ -5,7 +5,7 @@ The draft is measured as it will be exported: cast to the target's dtype.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,17 @@ from dspark.corpus.prompts import read_prompts
 from dspark.corpus.rejects import RowError
 from dspark.decoding import DecodeParams, decode, draft_limit
 from dspark.draft import DSparkDraftModel
+from dspark.draft.config import DSparkConfig
 from dspark.errors import DataError
 from dspark.export.load import build_draft
 from dspark.target import Target
 
-__all__ = ["figures", "prompt_ids", "validate"]
+__all__ = ["Counts", "counts", "figures", "prompt_ids", "validate"]
 
 log = logging.getLogger(__name__)
+
+Counts = Callable[[DSparkConfig, Mapping[str, Tensor], Sequence[Sequence[int]], int], AcceptStats]
+"""`counts` of one target."""
 
 
 def prompt_ids(
@@ -59,9 +63,8 @@ def prompt_ids(
     return usable
 
 
-@torch.no_grad()
 def validate(
-    target: Target,
+    decoded: Counts,
     draft: DSparkDraftModel,
     weights: Mapping[str, Tensor],
     prompts: Sequence[Sequence[int]],
@@ -71,14 +74,27 @@ def validate(
 ) -> AcceptStats:
     """Greedy decode of ``prompts``, split over the processes; all get the counts of all.
 
-    ``weights`` are the draft's whole ones, which it may hold only a part of itself.
+    ``decoded`` is `counts` with a target here, or where another process holds one. ``weights`` are
+    the draft's whole ones, which it may hold only a part of itself.
     """
-    served = build_draft(draft.config, dict(weights), where="the draft in training", target=target)
-    limit = draft_limit(draft.block_size, None)
-    params = DecodeParams(max_new_tokens=max_new_tokens)
     mine = prompts[accelerator.process_index :: accelerator.num_processes]
-    counts = [pooled((decode(target, served, ids, params).stats for ids in mine), limit)]
-    return pooled(gather_object(counts), limit)
+    stats = decoded(draft.config, weights, mine, max_new_tokens)
+    return pooled(gather_object([stats]), draft_limit(draft.block_size, None))
+
+
+@torch.no_grad()
+def counts(
+    target: Target,
+    config: DSparkConfig,
+    weights: Mapping[str, Tensor],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+) -> AcceptStats:
+    """Greedy decode of ``prompts`` with the draft of ``config`` and whole ``weights``."""
+    served = build_draft(config, dict(weights), where="the draft in training", target=target)
+    params = DecodeParams(max_new_tokens=max_new_tokens)
+    limit = draft_limit(served.block_size, None)
+    return pooled((decode(target, served, ids, params).stats for ids in prompts), limit)
 
 
 def figures(stats: AcceptStats) -> dict[str, float]:

@@ -1,0 +1,102 @@
+"""A target without its layers: what a training needs of it where others compute the features.
+
+Config, vocabulary, fingerprint, embedding and output head, as another process read them.
+
+Symbols: D hidden, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.nn import functional
+
+from dspark.target.base import Features, Target
+from dspark.target.hf import HFTarget, logit_transform
+
+__all__ = ["Facts", "Front", "tables"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything but tensors; can be pickled."""
+
+    name: str
+    revision: str | None
+    config: Any
+    eos_ids: frozenset[int]
+    architecture: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, target: Target) -> "Facts":
+        """Of a whole target."""
+        return cls(
+            target.name,
+            target.revision,
+            target.config,
+            target.eos_ids,
+            target.architecture,
+            target.fingerprint(),
+        )
+
+
+def tables(target: Target) -> dict[str, Tensor]:
+    """`head` [V, D], and `embed` [V, D] and `bias` [V] where they are tensors of their own."""
+    found = {"head": target.head_weight.detach()}
+    if target.embed_weight.data_ptr() != target.head_weight.data_ptr():
+        found["embed"] = target.embed_weight.detach()
+    if isinstance(target, HFTarget) and target.head_bias is not None:
+        found["bias"] = target.head_bias.detach()
+    return found
+
+
+class Front(Target):
+    """Answers like the target of ``facts`` and ``tables`` wherever no layer is needed."""
+
+    def __init__(self, facts: Facts, tables: Mapping[str, Tensor]) -> None:
+        self.model = None
+        self.name, self.revision = facts.name, facts.revision
+        self.config, self.eos_ids = facts.config, facts.eos_ids
+        self._facts = facts
+        self._head = tables["head"]
+        self._embed = tables.get("embed", self._head)
+        self._bias = tables.get("bias")
+        self._finish = logit_transform(facts.config)
+
+    @property
+    def embed_weight(self) -> Tensor:  # [V, D]
+        return self._embed
+
+    @property
+    def head_weight(self) -> Tensor:  # [V, D]
+        return self._head
+
+    @property
+    def architecture(self) -> str:
+        return self._facts.architecture
+
+    def fingerprint(self) -> str:
+        return self._facts.fingerprint
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] behind the final norm -> [..., V]."""
+        return self._finish(functional.linear(hidden.to(self._head.dtype), self._head, self._bias))
+
+    def features(
+        self,
+        input_ids: Tensor,
+        layer_ids: Sequence[int],
+        attention_mask: Tensor | None = None,
+    ) -> Features:
+        self._without_layers()
+
+    def new_cache(self, layer_ids: Sequence[int] = ()) -> Any:
+        self._without_layers()
+
+    def _extend(self, cache: Any, input_ids: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+        self._without_layers()
+
+    def _without_layers(self) -> NoReturn:
+        raise NotImplementedError(f"the layers of {self.name} are in another process")
