@@ -13,6 +13,7 @@ attention only what a slot may see) over the device's peak.
 import argparse
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -116,15 +117,14 @@ def measure(
         norm = step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    taken = []
-    for _ in range(options.steps):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+    # one behind the other without waiting, as the trainer enqueues them
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(options.steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         norm = step()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end))
-    milliseconds = median(taken)
+        mark.record()
+    torch.cuda.synchronize()
+    milliseconds = median(begin.elapsed_time(end) for begin, end in pairwise(marks))
     tokens = sum(one.num_tokens for one in passes)
     report = {
         "weights": "synthetic",

@@ -235,9 +235,10 @@ class TrainSettings(_Settings):
     mixed_precision: Literal["no", "bf16"] | None = None
     """None takes what `accelerate launch` was told."""
     gradient_checkpointing: bool = False
-    compile: bool = True
-    """On a GPU whose processes hold whole weights (not ZeRO-3, not FSDP): fuse the draft's layers.
-    The first steps, and the first with another shape, then take half a minute longer."""
+    compile: bool = False
+    """On a GPU whose processes hold whole weights (not ZeRO-3, not FSDP): fuse the draft's layers,
+    a third of a step's time less. Compiling takes half a minute, once with `data.pack_length`
+    and up to five times without, where forward passes differ in shape."""
     attention: Literal["auto", "dense"] = "auto"
     """Of the draft while it trains. auto: on a GPU, only over the tiles of the context that are
     seen (flex attention, compiled at the first step); dense: with a mask of the whole."""

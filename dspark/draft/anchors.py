@@ -51,13 +51,14 @@ def sample_blocks(
     block_size: int,
     generators: Sequence[torch.Generator],
     starts: Tensor | None = None,  # [B, S] int64
+    width: int = 1,
 ) -> Blocks:
     """Draw up to ``num_anchors`` anchors a row, uniformly without replacement in each document.
 
     A position can be an anchor if it and the next one are supervised and of one document. A row's
     anchors are dealt out to its documents by `allot`. ``generators`` holds one CPU generator a
     row, so that a row's anchors do not depend on its neighbours in the batch. A is the largest
-    number drawn in any row, at least 1.
+    number drawn in any row, at least ``width``.
     """
     loss_mask = loss_mask.bool()
     candidates = loss_mask[:, :-1] & loss_mask[:, 1:]
@@ -76,7 +77,7 @@ def sample_blocks(
             for group, share in zip(groups, shares, strict=True)
         ]
         drawn.append(torch.cat(chosen).sort().values)
-    width = max(1, *(len(row) for row in drawn))
+    width = max(width, *(len(row) for row in drawn))
     anchors = torch.zeros(len(drawn), width, dtype=torch.int64)
     keep = torch.zeros(len(drawn), width, dtype=torch.bool)
     for index, row in enumerate(drawn):

@@ -186,6 +186,8 @@ class Trainer:
             block_size=self.draft.block_size,
             loss=config.loss,
             pin=accelerator.device.type == "cuda",
+            # one shape, for which the layers are compiled once
+            length=config.data.pack_length if accelerator.device.type == "cuda" else None,
         )
         self.monitor = Monitor(self.draft.block_size, accelerator)
         self._data = facts(rows)

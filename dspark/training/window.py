@@ -128,7 +128,10 @@ class Windows:
         block_size: int,
         loss: LossSettings,
         pin: bool,
+        length: int | None = None,
     ) -> None:
+        """``length``: pad rows and their anchors to the most there can be, so that all forward
+        passes have one shape; None: as far as the longest row of a pass needs."""
         self._rows = rows
         self._split = split
         self._seed = seed
@@ -136,6 +139,7 @@ class Windows:
         self._block_size = block_size
         self._loss = loss
         self._pin = pin
+        self._length = length
 
     def draw(self, step: int) -> Window:
         """The window of optimizer step number ``step``."""
@@ -152,6 +156,7 @@ class Windows:
                 num_anchors=self._num_anchors,
                 block_size=self._block_size,
                 pad_to=_PAD_TO_GPU if self._pin else _PAD_TO,
+                length=self._length,
             )
             total += denominators(one.mask, self._loss)
             passes.append(one.pinned() if self._pin else one)
@@ -184,13 +189,15 @@ def draw_pass(
     num_anchors: int,
     block_size: int,
     pad_to: int = _PAD_TO,
+    length: int | None = None,
 ) -> Pass:
     """Rows and their anchors to the tensors of one forward pass.
 
-    S is rounded up, so that a device sees few shapes. Only blocks with a supervised slot are
+    S is rounded up, so that a device sees few shapes; with ``length``, the most tokens of a row, S
+    and A are as large as they can get. Only blocks with a supervised slot are
     listed; N may be 0.
     """
-    batch = _padded(collate(rows), pad_to)
+    batch = _padded(collate(rows), pad_to, length or 0)
     spans = _spans(rows)
     documents = _by_position(batch.input_ids.shape, spans, range(len(spans)), len(spans))
     starts = None
@@ -203,6 +210,7 @@ def draw_pass(
         block_size=block_size,
         generators=[torch.Generator().manual_seed(seed) for seed in seeds],
         starts=starts,
+        width=1 if length is None else num_anchors,
     )
     mask = blocks.mask.flatten(0, 1)
     chosen = mask.any(-1).nonzero()[:, 0]
@@ -247,9 +255,10 @@ def _by_position(
     return out
 
 
-def _padded(batch: Batch, multiple: int) -> Batch:
-    """S up to a multiple: id 0, mask False, features 0."""
-    more = -batch.input_ids.shape[1] % multiple
+def _padded(batch: Batch, multiple: int, least: int) -> Batch:
+    """S up to ``least`` and a multiple: id 0, mask False, features 0."""
+    held = batch.input_ids.shape[1]
+    more = -(-max(held, least) // multiple) * multiple - held
 
     def pad(tensor: Tensor) -> Tensor:
         return functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, more))

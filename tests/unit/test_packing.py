@@ -234,6 +234,19 @@ def test_a_row_spends_its_anchors_on_each_document() -> None:
     assert torch.bincount(one.block_documents).tolist() == allot(20, [18, 8, 26, 9])
 
 
+def test_rows_can_be_padded_to_one_shape() -> None:
+    docs = documents(0)
+    row = PackedRows(docs, 77)[0]
+    small = draw_pass([row], [5], num_anchors=20, block_size=4)
+    large = draw_pass([row], [5], num_anchors=20, block_size=4, length=300, pad_to=128)
+    assert large.input_ids.shape == (1, 384)
+    for name in ("block_rows", "labels", "mask", "target_rows", "block_documents"):
+        assert torch.equal(getattr(large, name), getattr(small, name))
+    few = draw_pass([docs[1]], [5], num_anchors=20, block_size=4, length=300)
+    assert few.anchors.shape == (1, 20)
+    assert len(few.block_rows) == 8
+
+
 def test_a_budget_smaller_than_the_documents_is_spent() -> None:
     assert sum(allot(3, [10, 10, 10, 10, 1])) == 3
     assert allot(5, [100, 1, 1, 1, 1]) == [1, 1, 1, 1, 1]

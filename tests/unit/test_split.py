@@ -67,9 +67,7 @@ class Doubling:
         self.layouts: deque[tuple[int, Layout]] = deque()
         self.most = 0
 
-    def compute(
-        self, inputs: dict[str, Tensor], spans: object, layer_ids: tuple[int, ...]
-    ) -> None:
+    def compute(self, inputs: dict[str, Tensor], spans: object, layer_ids: tuple[int, ...]) -> None:
         slot = self.free.popleft()
         assert layer_ids == (1, 2)
         ids = inputs["input_ids"].float()[..., None]
