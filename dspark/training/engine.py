@@ -22,6 +22,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from dspark import kernels
 from dspark.config import TrainSettings
 from dspark.training import checkpoint, launch
 from dspark.training.optim import build_optimizer, set_learning_rate
@@ -142,12 +143,15 @@ def build_engine(
 
 
 def can_compile(strategy: launch.Strategy, accelerator: Accelerator) -> bool:
-    """Whether the draft's layers can become one function: on a GPU, with whole weights at hand."""
+    """Whether the draft's layers can become one function: on a GPU, with whole weights at hand.
+
+    It takes Triton, which torch for CUDA brings along.
+    """
     if strategy == "zero":
         whole = bool(accelerator.state.deepspeed_plugin.zero_stage < 3)
     else:
         whole = strategy == "replicated"
-    return whole and accelerator.device.type == "cuda"
+    return whole and accelerator.device.type == "cuda" and kernels.installed()
 
 
 def autocast_dtype(strategy: launch.Strategy, precision: str) -> torch.dtype | None:

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from dspark import config_io, provenance
+from dspark import config_io, kernels, provenance
 from dspark.acceptance import AcceptStats
 from dspark.config import Config
 from dspark.corpus.chat import check_template
@@ -154,7 +154,7 @@ class Trainer:
             self.draft = build.restored_draft(
                 draft_config, saved.weights, self.target, where=str(saved.path)
             )
-        self.draft.sparse_attention = settings.attention == "auto"
+        self.draft.sparse_attention = settings.attention == "auto" and kernels.installed()
         strategy = launch.strategy_of(os.environ)
         if settings.compile and can_compile(strategy, accelerator):
             self.draft.compile_training()
