@@ -21,7 +21,7 @@ from dspark import config_io, provenance
 from dspark.config import Config
 from dspark.errors import CheckpointError, ConfigError, DSparkError, unwritable
 from dspark.progress import quiet_transformers
-from dspark.training import checkpoint, launch, tracker
+from dspark.training import checkpoint, launch, plan, plan_text, tracker
 from dspark.training.signals import EXIT_INTERRUPTED
 from dspark.training.trainer import Trainer, TrainReport
 
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The program: settings and overrides from ``argv``, a run, an exit code."""
     parser = argparse.ArgumentParser(
         prog="train.py",
-        usage="%(prog)s [-h] [--config PATH] [--json] [section.key=value ...]",
+        usage="%(prog)s [-h] [--config PATH] [--json] [--plan [--mfu SHARE]] "
+        "[section.key=value ...]",
         description="Distil a DSpark draft from a target. Settings given as section.key=value "
         "(also --section.key value) win over the file.",
         epilog=_EXAMPLE,
@@ -44,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--config", "-c", metavar="PATH", help="YAML settings; see configs/")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument(
+        "--plan", action="store_true", help="print what the run would be and cost; load no weights"
+    )
+    parser.add_argument(
+        "--mfu", metavar="SHARE", help="of the GPU's peak, assumed by --plan (default 0.4)"
+    )
     arguments, overrides = parser.parse_known_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
@@ -53,7 +60,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     quiet_transformers()
     try:
-        report = run(config_io.load(arguments.config, overrides))
+        if arguments.mfu is not None and not arguments.plan:
+            raise ConfigError(f"--mfu {arguments.mfu} is for --plan; give that too")
+        config = config_io.load(arguments.config, overrides)
+        if arguments.plan:
+            _plan(config, arguments.mfu, as_json=arguments.json, shown=rank == 0)
+            return
+        report = run(config)
     except DSparkError as error:
         print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -108,8 +121,16 @@ def run(config: Config) -> TrainReport:
         return trainer.report(status, time.perf_counter() - begun)
 
 
-def find_resume(config: Config) -> Path | None:
-    """The checkpoint to go on from; clears what a killed save left behind.
+def _plan(config: Config, mfu: str | None, *, as_json: bool, shown: bool) -> None:
+    assumed = 0.4 if mfu is None else plan.share(mfu)
+    resume = find_resume(config, clear=False)
+    report = plan.plan_run(config, os.environ, resume=resume, mfu=assumed)
+    if shown:
+        print(json.dumps(report) if as_json else "\n".join(plan_text.lines(report)))
+
+
+def find_resume(config: Config, *, clear: bool = True) -> Path | None:
+    """The checkpoint to go on from; ``clear`` removes what a killed save left behind.
 
     Raises:
         ConfigError: `resume: none` with an output directory that is not empty.
@@ -127,7 +148,8 @@ def find_resume(config: Config) -> Path | None:
                 "use train.resume=auto to go on there, or another directory"
             )
         return None
-    checkpoint.clear_leftovers(output_dir)
+    if clear:
+        checkpoint.clear_leftovers(output_dir)
     if settings.resume == "auto":
         return checkpoint.newest_complete(output_dir)
     path = Path(settings.resume).resolve()
