@@ -101,6 +101,7 @@ def run(config: Config) -> TrainReport:
     settings = config.train
     tracker.check_installed(settings.tracker)
     accelerator = launch.start(settings, device=config.target.device)
+    launch.on_main(accelerator, lambda: tracker.check_server(settings.tracker))
     with ExitStack() as stack:
 
         def begin() -> Path | None:

@@ -15,13 +15,14 @@ from dspark import config_io
 from dspark.config import LossSettings
 from dspark.draft import DSparkDraftModel
 from dspark.draft.config import DSparkConfig
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, DataError
 from dspark.export.config_json import from_json
 from dspark.losses import objective_chunked
 from dspark.target import outline
 from dspark.testing import save_tiny_target
 from dspark.training import memory, plan, program
 from dspark.training.flops import PassWork, draft_flops
+from dspark.training.plan_model import draft_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 FLASH = ROOT / "configs/ling-3.0-flash-dspark.yaml"
@@ -216,7 +217,7 @@ def test_products_are_those_that_a_pass_makes(place: Path) -> None:
             target_head=lambda rows: rows @ head.T,
             settings=LossSettings(),
         )
-        sums.loss(torch.ones(2, dtype=torch.float64), LossSettings(), 1.0).backward()
+        sums.loss(torch.ones(2, dtype=torch.float64), LossSettings(), 1.0).backward()  # type: ignore[no-untyped-call]
     counted = counter.get_flop_counts()["Global"]
     products = sum(n for name, n in counted.items() if "mm" in str(name))
     slots = anchors * block
@@ -267,7 +268,7 @@ def test_a_config_alone_is_enough_and_its_draft_is_the_official_one(
     monkeypatch.chdir(tmp_path)
     config = config_io.load(FLASH)
     target = outline(config.target)
-    draft = plan.draft_shape(config, target, None, None, None)
+    draft = draft_shape(config, target, None, None, None)
     ours, official = vars(draft), vars(official_draft())
     raw = json.loads((ROOT / "configs/drafts/ling-3.0-flash-dspark.json").read_text())
     compared = set(raw) - {"architectures", "model_type", "dtype", "mask_token_id"}
@@ -394,6 +395,14 @@ def test_a_users_mistake_is_one_sentence_and_code_2(
     assert "Traceback" not in told
 
 
+def test_rows_that_no_block_can_learn_from_are_refused(place: Path, tmp_path: Path) -> None:
+    row = {"id": "r", "input_ids": [97] * 9, "loss_mask": [0] * 8 + [1]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    own = [f"data.responses=[{tmp_path / 'rows.jsonl'}]", "data.min_supervised_tokens=1"]
+    with pytest.raises(DataError, match="none of the 1 rows holds two supervised tokens"):
+        planned(place, *own)
+
+
 def test_a_share_without_a_plan_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         program.main(["--mfu", "0.5"])
@@ -403,7 +412,7 @@ def test_a_share_without_a_plan_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 def draft_of(place: Path) -> DSparkConfig:
     config = config_io.load(None, settings(place))
-    return plan.draft_shape(config, outline(config.target), None, None, None)
+    return draft_shape(config, outline(config.target), None, None, None)
 
 
 def official_draft() -> DSparkConfig:
