@@ -15,7 +15,8 @@
   them hold NaN, Inf or only zeros.
 - ``perf/step_s``, ``perf/tokens_per_s`` (tokens of the rows, without padding, all processes),
   ``perf/mem_gib`` (peak of this process's GPU).
-- ``val/…``: real decoding, see `validation`.
+- ``val/tau``, ``accepted_drafts``, ``accept_rate@k``, ``survival@k``: the same, counted over a real
+  decode of the validation prompts (`validation`); ``val/rounds``: its draft-and-verify rounds.
 
 Every figure is a ratio of sums over all processes, so it does not depend on their number.
 """

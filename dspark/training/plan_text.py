@@ -156,5 +156,5 @@ def _other_warnings(report: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def _figure(value: float) -> str:
-    """Three digits that count, never as a power of ten."""
+    """Three digits that count."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -13,14 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dspark import config_io
 from dspark.config import LossSettings
+from dspark.corpus import store
 from dspark.draft import DSparkDraftModel
 from dspark.draft.config import DSparkConfig
-from dspark.errors import ConfigError, DataError
+from dspark.errors import CheckpointError, ConfigError, DataError
 from dspark.export.config_json import from_json
 from dspark.losses import objective_chunked
 from dspark.target import outline
 from dspark.testing import save_tiny_target
-from dspark.training import memory, plan, program
+from dspark.training import checkpoint, memory, plan, program
 from dspark.training.flops import PassWork, draft_flops
 from dspark.training.plan_model import draft_shape
 
@@ -291,12 +292,57 @@ def test_a_config_alone_is_enough_and_its_draft_is_the_official_one(
 
 
 def test_shards_are_measured_by_their_manifest(place: Path, tmp_path: Path) -> None:
-    report = planned(place, "train.features=offline", f"data.shards={tmp_path / 'shards'}")
+    offline = ["train.features=offline", f"data.shards={tmp_path / 'shards'}", "train.steps=2"]
+    report = planned(place, *offline)
     assert "is not there yet" in report["data"]["note"]
-    (tmp_path / "shards").mkdir()
-    (tmp_path / "shards" / "manifest.json").write_text("{}")
-    with pytest.raises(Exception, match="has format None"):
-        planned(place, "train.features=offline", f"data.shards={tmp_path / 'shards'}")
+    assert report["disk"]["shards"] is None
+    header = store.Header(
+        target="tiny",
+        target_revision=None,
+        target_fingerprint="0" * 16,
+        layer_ids=[1, 2, 3],
+        hidden_size=64,
+        dtype="bfloat16",
+        template_hash="",
+        max_length=64,
+    )
+    rows = [
+        store.ShardRow(
+            str(length),
+            torch.full((length,), 97),
+            torch.ones(length, dtype=torch.bool),
+            torch.ones(length, 3 * 64, dtype=torch.bfloat16),
+            torch.ones(length, 64, dtype=torch.bfloat16),
+        )
+        for length in (40, 20)
+    ]
+    store.start(tmp_path / "shards", header)
+    with pytest.raises(CheckpointError, match="is incomplete"):
+        planned(place, *offline)
+    shard = store.write_shard(tmp_path / "shards", 0, rows, ["40", "20"], [])
+    store.finish(tmp_path / "shards", header, [shard])
+    report = planned(place, *offline)
+    assert (report["data"]["documents"], report["data"]["tokens"]) == (2, 60)
+    assert report["disk"]["shards"] == 60 * (4 * 64 * 2 + 5)
+    assert "target" not in report["cost"]["tflop_per_step"]
+    assert "target_pass" not in report["memory"]
+
+
+def test_a_run_that_would_go_on_is_said_to(place: Path, tmp_path: Path) -> None:
+    """The plan neither clears what a killed save left nor chooses another mask id."""
+    save_tiny_target(tmp_path / "target")
+    own = [f"target.path={tmp_path / 'target'}", f"train.output_dir={tmp_path / 'out'}"]
+    own += ["target.device=cpu", "train.steps=1", "draft.mask_token_id=200"]
+    config = config_io.load(None, settings(place, *own))
+    program.run(config)
+    left = tmp_path / "out" / f"{checkpoint._ASIDE}9.tmp"
+    left.mkdir()
+    resume = program.find_resume(config, clear=False)
+    open_mask = config_io.load(None, settings(place, *own[:3], "train.steps=1"))
+    report = plan.plan_run(open_mask, {}, resume=resume)
+    assert report["resume"] == str(tmp_path / "out" / "checkpoint-1")
+    assert report["draft"]["draft.mask_token_id"] == 200
+    assert left.exists()
 
 
 # --- launches -----------------------------------------------------------------------------
