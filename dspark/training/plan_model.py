@@ -25,6 +25,8 @@ def draft_shape(
     saved = None
     if resume is not None:
         saved = from_json(read_json(resume), str(resume / "config.json"))
+    else:
+        build.check_markov_start(config.draft, target)
     if tokenizer is not None or config.draft.init_from is not None or saved is not None:
         used = rows.used_ids if rows is not None else set
         return build.draft_config(config, target, tokenizer, used, saved=saved)

@@ -425,6 +425,10 @@ def test_the_program_prints_and_leaves_nothing(
         (["train.validation_prompts=[nowhere.jsonl]"], "nowhere.jsonl"),
         (["draft.mask_token_id=100"], "occurs in the training data"),
         (["draft.target_layer_ids=[1, 5]"], "the target's last layer 5"),
+        (
+            ["draft.markov_init=embedding", "draft.markov_rank=300"],
+            "markov_rank of at most 64 (the target's hidden size), got 300",
+        ),
         (["target.path=/nowhere"], "neither a model directory"),
         (["target.config_overrides={rope_scaling: null}"], "is for Ling-3.0 targets"),
         (["--mfu", "2"], "--mfu must be a share above 0 and at most 1"),
