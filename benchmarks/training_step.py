@@ -6,8 +6,7 @@
 
 Weights, features and tokens are SYNTHETIC and the target does not run: what is timed is the draft's
 forward pass, objective, backward pass, clipping and AdamW, through the trainer's own engine. MFU
-counts the matrix products of forward and backward that the definition needs (no recomputation, of
-attention only what a slot may see) over the device's peak.
+is `dspark.training.flops` over the device's peak.
 """
 
 import argparse
@@ -29,6 +28,7 @@ from dspark.export.config_json import from_json
 from dspark.losses import denominators
 from dspark.training import build, launch
 from dspark.training.engine import autocast_dtype, build_engine, can_compile
+from dspark.training.flops import needed_flops
 from dspark.training.objective import Objective
 from dspark.training.window import Pass, draw_pass
 
@@ -223,26 +223,6 @@ def features(
         torch.randn(*one.input_ids.shape, width, **half),
         torch.randn(*one.mask.shape, config.hidden_size, **half),
     )
-
-
-def needed_flops(config: DSparkConfig, one: Pass) -> float:
-    """Matrix products of forward and backward; a frozen factor has one product less."""
-    hidden, slots = config.hidden_size, one.anchors.numel() * int(config.block_size or 0)
-    supervised = one.mask.numel()
-    inner = config.num_attention_heads * config.head_dim
-    outer = int(config.num_key_value_heads or 0) * config.head_dim
-    taps = len(config.target_layer_ids or ()) * hidden
-    seen = int((one.anchors - one.anchor_starts).sum()) * int(config.block_size or 0)
-    seen += slots * int(config.block_size or 0)
-    context = one.input_ids.numel()
-    layer = slots * (2 * hidden * inner + 3 * hidden * config.intermediate_size)
-    layer += (slots + context) * 2 * hidden * outer
-    # scores and values: two products forward, four backward
-    layer = 6 * layer + 12 * seen * inner
-    projection = 4 * context * taps * hidden  # the taps need no gradient
-    head = 6 * supervised * hidden * config.vocab_size  # of the draft and the target, and back
-    markov = 6 * supervised * config.markov_rank * config.vocab_size
-    return float(config.num_hidden_layers * layer + projection + head + markov)
 
 
 if __name__ == "__main__":

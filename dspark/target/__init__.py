@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dspark.target.base import Features, Rows, Target
 from dspark.target.config import LingConfig, is_ling
 from dspark.target.hf import HFTarget
 from dspark.target.ling import LingTarget
-from dspark.target.model import Reduce
+from dspark.target.model import LingModel, Reduce
 from dspark.target.rows import ATTENTION_NAME, RowCache
 from dspark.target.weights import load_model
 
@@ -30,6 +31,7 @@ __all__ = [
     "load",
     "load_ling",
     "load_tokenizer",
+    "outline",
     "peek",
     "resolve",
 ]
@@ -78,16 +80,7 @@ def load(
     raw = _raw_config(place, settings)
     if is_ling(raw) or raw.get("model_type") == "bailing_hybrid":
         return load_ling(settings, device=where, dtype=_dtype(dtype or settings.dtype, where))
-    if not settings.apply_swiglu_limits:
-        raise TargetError(
-            "target.apply_swiglu_limits false is for Ling-3.0 targets; "
-            f"'{settings.path}' is {raw.get('architectures')}"
-        )
-    if settings.config_overrides:
-        raise TargetError(
-            f"target.config_overrides {dict(settings.config_overrides)} is for Ling-3.0 targets; "
-            f"'{settings.path}' is {raw.get('architectures')}"
-        )
+    _refuse_ling_settings(settings, raw)
     from transformers import AutoModelForCausalLM
 
     try:
@@ -100,6 +93,42 @@ def load(
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise TargetError(_first_line(settings.path, error)) from error
     return HFTarget(model.to(where), settings.path, settings.revision)
+
+
+def outline(settings: TargetSettings) -> Target:
+    """The target by its config alone, its weights without values (on torch's meta device).
+
+    The dtype `auto` is bfloat16, as on a GPU.
+
+    Raises:
+        TargetError: as `load` does, but for what is wrong with weights.
+    """
+    place = resolve(settings)
+    raw = _raw_config(place, settings)
+    dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+    if is_ling(raw) or raw.get("model_type") == "bailing_hybrid":
+        changed = {**raw, **(settings.config_overrides or {})}
+        config = LingConfig.from_dict(changed, f"{place}/config.json")
+        with torch.device("meta"):
+            ling = LingModel(config, swiglu_limits=settings.apply_swiglu_limits).to(dtype)
+        generation = _ling_generation(Path(place), config, settings)
+        return LingTarget(ling, settings.path, settings.revision, generation)
+    _refuse_ling_settings(settings, raw)
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    try:
+        found = AutoConfig.from_pretrained(place, revision=settings.revision)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                found, dtype=dtype, attn_implementation=ATTENTION_NAME
+            )
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise TargetError(_first_line(settings.path, error)) from error
+    with suppress(OSError):  # without the file the config tells the end ids
+        model.generation_config = GenerationConfig.from_pretrained(
+            place, revision=settings.revision
+        )
+    return HFTarget(model, settings.path, settings.revision)
 
 
 def peek(settings: TargetSettings) -> tuple[LingConfig | None, torch.device, torch.dtype]:
@@ -132,8 +161,6 @@ def load_ling(
     Raises:
         TargetError: it cannot be found, does not fit its config, or is not a Ling-3.0 model.
     """
-    from transformers import GenerationConfig
-
     directory = _directory(resolve(settings), settings)
     config = LingConfig.from_file(directory / "config.json", settings.config_overrides)
     model = load_model(
@@ -146,15 +173,37 @@ def load_ling(
         reduce=reduce,
         swiglu_limits=settings.apply_swiglu_limits,
     )
-    generation = None
-    if (directory / "generation_config.json").is_file():
-        try:
-            generation = GenerationConfig.from_pretrained(directory)
-        except (OSError, ValueError, TypeError) as error:
-            raise TargetError(_first_line(settings.path, error, " (generation_config)")) from error
-        where = str(directory / "generation_config.json")
-        config.check_ids(where, "eos_token_id", generation.eos_token_id)
+    generation = _ling_generation(directory, config, settings)
     return LingTarget(model, settings.path, settings.revision, generation)
+
+
+def _ling_generation(directory: Path, config: LingConfig, settings: TargetSettings) -> Any:
+    """transformers' GenerationConfig of the checkpoint, None without the file."""
+    from transformers import GenerationConfig
+
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        generation = GenerationConfig.from_pretrained(directory)
+    except (OSError, ValueError, TypeError) as error:
+        raise TargetError(_first_line(settings.path, error, " (generation_config)")) from error
+    config.check_ids(str(path), "eos_token_id", generation.eos_token_id)
+    return generation
+
+
+def _refuse_ling_settings(settings: TargetSettings, raw: dict[str, Any]) -> None:
+    """Settings that another target would not heed."""
+    if not settings.apply_swiglu_limits:
+        raise TargetError(
+            "target.apply_swiglu_limits false is for Ling-3.0 targets; "
+            f"'{settings.path}' is {raw.get('architectures')}"
+        )
+    if settings.config_overrides:
+        raise TargetError(
+            f"target.config_overrides {dict(settings.config_overrides)} is for Ling-3.0 targets; "
+            f"'{settings.path}' is {raw.get('architectures')}"
+        )
 
 
 def _raw_config(place: str, settings: TargetSettings) -> dict[str, Any]:

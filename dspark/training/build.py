@@ -18,6 +18,7 @@ from dspark.export.load import build_draft, check_fit, load_draft, read_config
 from dspark.target import Target
 
 __all__ = [
+    "check_markov_start",
     "checkpoint_layers",
     "draft_config",
     "initial_draft",
@@ -132,14 +133,24 @@ def initial_draft(
         draft.to(device=target.device, dtype=torch.float32)  # type: ignore[call-arg]
         draft.attach(target.embed_weight, target.head_weight)
         if settings.markov_init == "embedding" and draft.markov_head is not None:
-            if config.markov_rank > target.hidden_size:
-                raise ConfigError(
-                    f"draft.markov_init embedding needs draft.markov_rank of at most "
-                    f"{target.hidden_size} (the target's hidden size), got {config.markov_rank}"
-                )
+            check_markov_start(settings, target)
             draft.markov_head.start_from(target.embed_weight)
     draft.train()
     return draft
+
+
+def check_markov_start(settings: DraftSettings, target: Target) -> None:
+    """Can the sequential head of a new draft start as `markov_init` says?
+
+    Raises:
+        ConfigError: it is wider than the embedding that it would start from.
+    """
+    begins = settings.init_from is None and settings.markov_init == "embedding"
+    if begins and settings.markov_rank > target.hidden_size:
+        raise ConfigError(
+            f"draft.markov_init embedding needs draft.markov_rank of at most "
+            f"{target.hidden_size} (the target's hidden size), got {settings.markov_rank}"
+        )
 
 
 def restored_draft(

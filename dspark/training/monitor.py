@@ -16,8 +16,9 @@
 - ``perf/step_s``, ``perf/tokens_per_s`` (tokens of the rows, without padding, all processes),
   ``perf/mem_gib`` (peak of this process's GPU); ``perf/features_wait_s``, with split features:
   seconds for which the main process waited for its target workers in the line's steps.
-- ``val/…``: real decoding, see `validation`; ``val/ema_tau``: ``val/tau`` of the average of the
-  weights (`ema`).
+- ``val/tau``, ``accepted_drafts``, ``accept_rate@k``, ``survival@k``: the same, counted over a real
+  decode of the validation prompts (`validation`); ``val/rounds``: its draft-and-verify rounds;
+  ``val/ema_tau``: ``val/tau`` of the average of the weights (`ema`).
 
 Every figure is a ratio of sums over all processes, so it does not depend on their number.
 """

@@ -22,7 +22,7 @@ from dspark import config_io, provenance
 from dspark.config import Config
 from dspark.errors import CheckpointError, ConfigError, DSparkError, unwritable
 from dspark.progress import quiet_transformers
-from dspark.training import checkpoint, launch, tracker
+from dspark.training import checkpoint, launch, plan, plan_text, tracker
 from dspark.training.signals import EXIT_INTERRUPTED
 from dspark.training.split.devices import devices_of
 from dspark.training.split.pool import TargetPool
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The program: settings and overrides from ``argv``, a run, an exit code."""
     parser = argparse.ArgumentParser(
         prog="train.py",
-        usage="%(prog)s [-h] [--config PATH] [--json] [section.key=value ...]",
+        usage="%(prog)s [-h] [--config PATH] [--json] [--plan [--mfu SHARE]] "
+        "[section.key=value ...]",
         description="Distil a DSpark draft from a target. Settings given as section.key=value "
         "(also --section.key value) win over the file.",
         epilog=_EXAMPLE,
@@ -47,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--config", "-c", metavar="PATH", help="YAML settings; see configs/")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument(
+        "--plan", action="store_true", help="print what the run would be and cost; load no weights"
+    )
+    parser.add_argument(
+        "--mfu", metavar="SHARE", help="of the GPU's peak, assumed by --plan (default 0.4)"
+    )
     arguments, overrides = parser.parse_known_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
@@ -56,7 +63,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     quiet_transformers()
     try:
-        report = run(config_io.load(arguments.config, overrides))
+        if arguments.mfu is not None and not arguments.plan:
+            raise ConfigError(f"--mfu {arguments.mfu} is for --plan; give that too")
+        config = config_io.load(arguments.config, overrides)
+        if arguments.plan:
+            _plan(config, arguments.mfu, as_json=arguments.json, shown=rank == 0)
+            return
+        report = run(config)
     except DSparkError as error:
         print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -91,6 +104,7 @@ def run(config: Config) -> TrainReport:
     settings = config.train
     tracker.check_installed(settings.tracker)
     accelerator = launch.start(settings, device=config.target.device)
+    launch.on_main(accelerator, lambda: tracker.check_server(settings.tracker))
     split = settings.features == "split"
     with ExitStack() as stack:
 
@@ -132,8 +146,16 @@ def target_pool(config: Config, accelerator: Accelerator) -> TargetPool:
     )
 
 
-def find_resume(config: Config) -> Path | None:
-    """The checkpoint to go on from; clears what a killed save left behind.
+def _plan(config: Config, mfu: str | None, *, as_json: bool, shown: bool) -> None:
+    assumed = 0.4 if mfu is None else plan.share(mfu)
+    resume = find_resume(config, clear=False)
+    report = plan.plan_run(config, os.environ, resume=resume, mfu=assumed)
+    if shown:
+        print(json.dumps(report) if as_json else "\n".join(plan_text.lines(report)))
+
+
+def find_resume(config: Config, *, clear: bool = True) -> Path | None:
+    """The checkpoint to go on from; ``clear`` mends what a killed save left behind.
 
     Raises:
         ConfigError: `resume: none` with an output directory that is not empty.
@@ -152,10 +174,11 @@ def find_resume(config: Config) -> Path | None:
                 "use train.resume=auto to go on there, or another directory"
             )
         return None
-    checkpoint.clear_leftovers(output_dir)
+    if clear:
+        checkpoint.clear_leftovers(output_dir)
     if settings.resume == "auto":
         newest = checkpoint.newest_complete(output_dir)
-        if newest is not None:
+        if newest is not None and clear:
             checkpoint.mend_links(newest)
         return newest
     path = Path(settings.resume).resolve()

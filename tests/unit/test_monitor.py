@@ -2,20 +2,16 @@
 
 import json
 import logging
-import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 
-from dspark.config import Config, LossSettings
+from dspark.config import LossSettings
 from dspark.errors import DataError, RunError
 from dspark.losses import denominators, objective
 from dspark.training.monitor import MetricsFile, Monitor
-from dspark.training.tracker import Tracker
 
 K, V = 3, 11
 
@@ -122,52 +118,3 @@ def test_a_foreign_metrics_file_is_refused(tmp_path: Path) -> None:
     path.write_text('hello\n{"step": 1}\n')
     with pytest.raises(DataError, match="line 1 is not a line of metrics"):
         MetricsFile(path, last_step=2)
-
-
-class FakeRun:
-    def __init__(self) -> None:
-        self.id = "abc"
-        self.logged: list[dict[str, float]] = []
-        self.code: int | None = None
-
-    def define_metric(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def log(self, figures: dict[str, float]) -> None:
-        self.logged.append(figures)
-
-    def finish(self, exit_code: int) -> None:
-        self.code = exit_code
-
-
-def test_the_tracker_continues_its_run_and_is_told_no_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, asked = FakeRun(), {}
-
-    def init(**kwargs: Any) -> FakeRun:
-        asked.update(kwargs)
-        return run
-
-    fake = types.SimpleNamespace(init=init, Error=RuntimeError)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
-    settings = Config.model_validate({"train": {"tracker": {"kind": "wandb", "name": "x"}}})
-    tracker = Tracker(settings, tmp_path, run_id="abc")
-    tracker.write(7, {"train/loss": 1.0})
-    tracker.close(exit_code=1)
-    assert (asked["id"], asked["resume"], asked["name"]) == ("abc", "allow", "x")
-    assert run.logged == [{"step": 7, "train/loss": 1.0}]
-    assert run.code == 1
-    assert "secret" not in json.dumps(asked["config"])
-
-
-def test_a_tracker_that_refuses_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def init(**kwargs: Any) -> FakeRun:
-        raise RuntimeError("no API key configured")
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Error=RuntimeError))
-    settings = Config.model_validate({"train": {"tracker": {"kind": "wandb"}}})
-    with pytest.raises(RunError, match="no API key configured"):
-        Tracker(settings, tmp_path, run_id=None)

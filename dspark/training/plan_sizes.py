@@ -1,0 +1,166 @@
+"""Sizes of a planned run that follow from one another: batch, steps, memory, disk, arithmetic."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark import provenance
+from dspark.config import Config
+from dspark.corpus import store
+from dspark.draft.config import DSparkConfig
+from dspark.target import Target
+from dspark.training.flops import PassWork, draft_flops
+from dspark.training.memory import Holding, TargetSize, TrainingShape, estimate, largest_batch
+from dspark.training.optim import Schedule, plan_steps
+from dspark.training.plan_data import DataSize
+from dspark.training.plan_model import inner_size, target_counts
+
+__all__ = ["PEAK_TFLOPS", "Sizes"]
+
+PEAK_TFLOPS = 989.0
+"""bf16, dense, of an H100 or H200."""
+
+_BUDGET = 80 * 2**30
+_STATE_BYTES = 12  # of a parameter in a checkpoint: fp32 weight and two moments
+
+
+class Sizes:
+    """What follows from the sizes of draft, target and data, for any number of processes."""
+
+    def __init__(
+        self,
+        config: Config,
+        draft: DSparkConfig,
+        target: Target,
+        data: DataSize,
+        trainable: int,
+        bf16: bool,
+        mfu: float,
+    ) -> None:
+        self._config, self._draft, self._data = config, draft, data
+        self._trainable, self._bf16, self._mfu = trainable, bf16, mfu
+        self._online = config.train.features == "online"
+        self.target_parameters, self.active = target_counts(target)
+        weights = {id(one): one for one in target.model.parameters()}.values()
+        self._target = TargetSize(
+            weight_bytes=sum(one.numel() * one.element_size() for one in weights),
+            itemsize=target.dtype.itemsize,
+            hidden_size=target.hidden_size,
+            inner_size=inner_size(target.config),
+            num_taps=len(draft.target_layer_ids or ()),
+            runs=self._online,
+        )
+
+    def batch(self, processes: int) -> dict[str, Any]:
+        settings, data = self._config.train, self._data
+        rows = settings.batch_size * settings.grad_accumulation * processes
+        anchors = rows * data.row_anchors
+        return {
+            "rows_per_pass": settings.batch_size,
+            "grad_accumulation": settings.grad_accumulation,
+            "processes": processes,
+            "global_batch": rows,
+            "packed": self._config.data.pack_length is not None,
+            "tokens_per_step": round(rows * data.row_tokens),
+            "anchors_per_step": round(anchors),
+            "slots_per_step": round(anchors * int(self._draft.block_size or 0)),
+        }
+
+    def steps(self, processes: int) -> dict[str, Any]:
+        """Steps, passes over the data, warm-up and tokens; None where the data decides."""
+        settings, data = self._config.train, self._data
+        total, epochs = settings.steps, None
+        if data.rows is not None:
+            plan = plan_steps(settings, num_rows=data.rows, num_processes=processes)
+            total, epochs = plan.total_steps, plan.epoch(plan.total_steps)
+        elif total is None:
+            epochs = float(settings.epochs)
+        warmup = None
+        if total is not None:
+            schedule = Schedule(
+                peak=settings.lr,
+                total_steps=total,
+                warmup_ratio=settings.warmup_ratio,
+                kind=settings.schedule,
+            )
+            warmup = schedule.warmup_steps
+        tokens = None if total is None else total * self.batch(processes)["tokens_per_step"]
+        return {"total": total, "epochs": epochs, "warmup": warmup, "tokens": tokens}
+
+    def memory(self, holding: Holding, processes: int) -> dict[str, Any]:
+        settings = self._config.train
+        shape = TrainingShape(
+            holding=holding,
+            processes=processes,
+            bf16=self._bf16,
+            batch_size=settings.batch_size,
+            row_tokens=self._data.longest_row,
+            row_anchors=self._data.most_anchors,
+            grad_accumulation=settings.grad_accumulation,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            compiled=settings.compile and holding in ("replicated", "zero2"),
+        )
+        loss = self._config.loss
+        given = (self._draft, self._trainable, self._target)
+        found = estimate(*given, shape, loss).to_dict()
+        budget = _BUDGET
+        if torch.cuda.is_available():
+            budget = torch.cuda.get_device_properties(0).total_memory
+        return {
+            **found,
+            "budget": budget,
+            "largest_batch_size": largest_batch(*given, shape, loss, room=budget),
+        }
+
+    def disk(self) -> dict[str, Any]:
+        settings = self._config.train
+        each = _STATE_BYTES * self._trainable
+        # `best` is one more, and so is the one being written before the oldest goes
+        most = settings.keep + 1 + bool(settings.validation_prompts)
+        shards = None
+        if not self._online and self._data.tokens is not None:
+            half = self._config.capture.dtype == "bfloat16"
+            shards = store.row_bytes(
+                self._data.tokens, self._target.hidden_size, self._target.num_taps, 2 if half else 4
+            )
+        return {
+            "checkpoint": each,
+            "checkpoints": most,
+            "total": most * each,
+            "shards": shards,
+            "free": provenance.free_bytes(Path(settings.output_dir)),
+        }
+
+    def cost(self, processes: int) -> dict[str, Any]:
+        """Arithmetic of a step over all processes, and the time that follows from the MFU."""
+        settings, data = self._config.train, self._data
+        rows = self.batch(processes)["global_batch"]
+        block = int(self._draft.block_size or 0)
+        slots = rows * data.row_anchors * block
+        flops = draft_flops(
+            self._draft,
+            PassWork(
+                context=rows * data.row_tokens,
+                slots=slots,
+                seen=slots * (data.context + block),
+                supervised=slots,
+            ),
+        )
+        if settings.gradient_checkpointing:
+            flops["recomputation"] = (flops["attention"] + flops["layers"]) / 3
+        if self._online:
+            flops["target"] = 2.0 * self.active * rows * data.row_tokens
+        whole = sum(flops.values())
+        rate = PEAK_TFLOPS * 1e12 * self._mfu
+        total = self.steps(processes)["total"]
+        hours = None if total is None else total * whole / rate / 3600
+        return {
+            "tflop_per_step": {name: value / 1e12 for name, value in flops.items()},
+            "tflop_per_step_total": whole / 1e12,
+            "assumed_mfu": self._mfu,
+            "assumed_peak_tflops": PEAK_TFLOPS,
+            "seconds_per_step": whole / rate / processes,
+            "gpu_hours": hours,
+            "hours": None if hours is None else hours / processes,
+        }

@@ -1,0 +1,160 @@
+"""A plan for people: its lines, and sentences about what will not fit."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dspark.config import Config
+
+__all__ = ["lines", "warnings"]
+
+_GIB = 2**30
+_NO_PARTS = ("peak", "budget", "largest_batch_size")
+
+
+def lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The report of `plan_run`, a line a subject."""
+    launch, batch, data = report["launch"], report["batch"], report["data"]
+    counts, disk = report["parameters"], report["disk"]
+    yield (
+        f"launch      {launch['processes']} process(es), {launch['strategy']}, "
+        f"{launch['precision'].replace('no', 'fp32')}"
+    )
+    if report["resume"]:
+        yield f"goes on     from {report['resume']}"
+    yield f"batch       {_batch(batch)}"
+    yield f"data        {_data(data)}"
+    yield f"steps       {_steps(report['steps'])}"
+    mask = report["draft"]["draft.mask_token_id"]
+    yield (
+        f"draft       {report['draft']['draft.num_layers']} layers, blocks of "
+        f"{report['draft']['draft.block_size']}, taps {report['draft']['draft.target_layer_ids']}, "
+        f"mask id {'open until the tokenizer is there' if mask is None else mask}"
+    )
+    parts = ("layers", "context", "norms", "markov_head", "confidence_head")
+    yield f"parameters  {counts['trainable']:,} trainable: " + ", ".join(
+        f"{name.replace('_', ' ')} {counts[name]:,}" for name in parts if counts[name]
+    )
+    yield (
+        f"            {counts['with_tables']:,} with the target's embedding and head; target "
+        f"{counts['target']:,}, of which a token passes through {counts['target_active']:,}"
+    )
+    yield f"memory      {_memory(report['memory'])}"
+    yield (
+        f"disk        a checkpoint {disk['checkpoint'] / 1e9:,.1f} GB, at most "
+        f"{disk['checkpoints']} at a time: {disk['total'] / 1e9:,.1f} GB "
+        f"({disk['free'] / 1e9:,.1f} free)"
+    )
+    if disk["shards"] is not None:
+        yield f"            capture shards {disk['shards'] / 1e9:,.1f} GB"
+    yield f"cost        {_cost(report['cost'])}"
+    other = report.get("at_num_processes")
+    if other:
+        yield f"on train.num_processes={other['processes']}:"
+        yield f"  batch     {_batch(other['batch'])}"
+        yield f"  steps     {_steps(other['steps'])}"
+        yield "  memory    peak a GPU: " + ", ".join(
+            f"{name} {value / _GIB:,.1f} GiB" for name, value in other["memory_peak"].items()
+        )
+        yield f"  cost      {_cost(other['cost'])}"
+    for sentence in report["warnings"]:
+        yield f"warning: {sentence}"
+
+
+def warnings(report: Mapping[str, Any], config: Config) -> list[str]:
+    """A sentence for everything that will not fit, with what would."""
+    return [*_memory_warnings(report["memory"]), *_other_warnings(report, config)]
+
+
+def _batch(batch: Mapping[str, Any]) -> str:
+    kind = "packed rows" if batch["packed"] else "rows"
+    return (
+        f"{batch['rows_per_pass']} {kind} x {batch['grad_accumulation']} passes x "
+        f"{batch['processes']} process(es) = {batch['global_batch']:,} a step: "
+        f"{batch['tokens_per_step']:,} tokens, {batch['anchors_per_step']:,} anchors, "
+        f"{batch['slots_per_step']:,} slots"
+    )
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    if not data["known"]:
+        return (
+            f"unknown ({data['note']}): rows are taken to be full ({data['tokens_per_row']:,.0f} "
+            "tokens), so tokens, memory and cost are upper bounds"
+        )
+    packed = "" if data["fill"] is None else f" in {data['rows']:,} rows, {data['fill']:.1%} full"
+    return (
+        f"{data['documents']:,} documents{packed}, {data['tokens']:,} tokens; a row holds "
+        f"{data['tokens_per_row']:,.0f} on average, {data['longest_row']:,} at most (padded), and "
+        f"{data['anchors_per_row']:,.0f} anchors"
+    )
+
+
+def _steps(steps: Mapping[str, Any]) -> str:
+    if steps["total"] is None:
+        return f"unknown until the data is there: {steps['epochs']:g} passes over it"
+    epochs = "" if steps["epochs"] is None else f" = {steps['epochs']:,.2f} passes over the data"
+    return (
+        f"{steps['total']:,}{epochs}, {steps['warmup']:,} of them warm-up; "
+        f"{steps['tokens']:,} tokens in all"
+    )
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {value / _GIB:,.2f}"
+        for name, value in memory.items()
+        if name not in _NO_PARTS
+    )
+    return (
+        f"ESTIMATED peak a GPU {memory['peak'] / _GIB:,.1f} GiB of {memory['budget'] / _GIB:,.0f}; "
+        f"parts, not all at one time: {parts}; largest batch_size {memory['largest_batch_size']:,}"
+    )
+
+
+def _cost(cost: Mapping[str, Any]) -> str:
+    parts = ", ".join(f"{name} {_figure(value)}" for name, value in cost["tflop_per_step"].items())
+    hours = ""
+    if cost["gpu_hours"] is not None:
+        hours = f", {cost['gpu_hours']:,.1f} GPU-hours ({cost['hours']:,.1f} h)"
+    return (
+        f"{_figure(cost['tflop_per_step_total'])} TFLOP a step ({parts}); ASSUMED MFU "
+        f"{cost['assumed_mfu']:g} of {cost['assumed_peak_tflops']:,.0f} TFLOP/s (bf16): "
+        f"{cost['seconds_per_step']:,.3g} s a step{hours}, without validation and saving"
+    )
+
+
+def _memory_warnings(memory: Mapping[str, Any]) -> Iterator[str]:
+    if memory["peak"] <= memory["budget"]:
+        return
+    largest = max((name for name in memory if name not in _NO_PARTS), key=memory.__getitem__)
+    remedy = "not even train.batch_size=1 fits"
+    if memory["largest_batch_size"]:
+        remedy = (
+            f"train.batch_size={memory['largest_batch_size']} fits (raise train.grad_accumulation "
+            "for the same global batch)"
+        )
+    yield (
+        f"about {memory['peak'] / _GIB:,.1f} GiB are needed of a GPU that has "
+        f"{memory['budget'] / _GIB:,.0f}, most for {largest.replace('_', ' ')} "
+        f"({memory[largest] / _GIB:,.1f} GiB): {remedy}"
+    )
+
+
+def _other_warnings(report: Mapping[str, Any], config: Config) -> Iterator[str]:
+    disk, rows, batch = report["disk"], report["data"]["rows"], report["batch"]["global_batch"]
+    needed, free = (f"{disk[name] / 1e9:,.1f} GB" for name in ("total", "free"))
+    if disk["total"] > disk["free"]:
+        yield (
+            f"checkpoints take up to {needed} but {free} are free where train.output_dir "
+            f"'{config.train.output_dir}' is: lower train.keep or choose another place"
+        )
+    if rows is not None and rows < batch:
+        yield (
+            f"{rows:,} rows are fewer than the global batch of {batch:,}: every step would see "
+            "rows more than once"
+        )
+
+
+def _figure(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

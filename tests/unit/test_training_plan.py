@@ -1,0 +1,470 @@
+"""`train.py --plan`: arithmetic by hand, bounds without data, and refusals as in a run."""
+
+import importlib.util
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dspark import config_io
+from dspark.config import LossSettings
+from dspark.corpus import store
+from dspark.draft import DSparkDraftModel
+from dspark.draft.config import DSparkConfig
+from dspark.errors import CheckpointError, ConfigError, DataError
+from dspark.export.config_json import from_json
+from dspark.losses import objective_chunked
+from dspark.target import outline
+from dspark.testing import save_tiny_target
+from dspark.training import checkpoint, memory, plan, program
+from dspark.training.flops import PassWork, draft_flops
+from dspark.training.plan_model import draft_shape
+
+ROOT = Path(__file__).resolve().parents[2]
+FLASH = ROOT / "configs/ling-3.0-flash-dspark.yaml"
+LENGTHS = [40, 20, 60, 30, 50, 70, 10, 24, 36, 60]  # tokens of the rows, 4 of each unsupervised
+TINY = [
+    "target.dtype=float32",
+    "draft.num_layers=2",
+    "draft.block_size=4",
+    "draft.num_taps=3",
+    "draft.markov_rank=8",
+    "train.num_anchors=30",
+]
+LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 2 * 16 + 3 * 64 * 96 + 2 * 64
+OWN = 2 * LAYER + 3 * 64 * 64 + 2 * 64 + 2 * 260 * 8 + (64 + 8 + 1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target without weights, and ten rows."""
+    directory = tmp_path_factory.mktemp("plan")
+    save_tiny_target(directory / "target")
+    (directory / "target" / "model.safetensors").unlink()
+    rng = random.Random(0)
+    rows = [
+        {
+            "id": f"r{number}",
+            "input_ids": [rng.randrange(97, 107) for _ in range(length)],
+            "loss_mask": [0] * 4 + [1] * (length - 4),
+        }
+        for number, length in enumerate(LENGTHS)
+    ]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def settings(place: Path, *overrides: str) -> list[str]:
+    return [
+        *TINY,
+        f"target.path={place / 'target'}",
+        f"data.responses=[{place / 'rows.jsonl'}]",
+        f"train.output_dir={place / 'out'}",
+        *overrides,
+    ]
+
+
+def planned(
+    place: Path, *overrides: str, environ: dict[str, str] | None = None, **how: Any
+) -> dict[str, Any]:
+    config = config_io.load(None, settings(place, *overrides))
+    return plan.plan_run(config, environ or {}, resume=None, **how)
+
+
+# --- by hand ------------------------------------------------------------------------------
+
+
+def test_batch_steps_and_parameters_are_those_of_the_settings(place: Path) -> None:
+    report = planned(place, "train.batch_size=2", "train.grad_accumulation=2", "train.epochs=30")
+    anchors = [min(30, length - 5) for length in LENGTHS]
+    assert sum(LENGTHS) == 400
+    assert report["batch"] == {
+        "rows_per_pass": 2,
+        "grad_accumulation": 2,
+        "processes": 1,
+        "global_batch": 4,
+        "packed": False,
+        "tokens_per_step": 160,
+        "anchors_per_step": round(4 * sum(anchors) / 10),
+        "slots_per_step": round(4 * sum(anchors) / 10 * 4),
+    }
+    assert report["steps"] == {"total": 60, "epochs": 30.0, "warmup": 3, "tokens": 60 * 160}
+    assert report["data"]["documents"] == report["data"]["rows"] == 10
+    assert report["data"]["longest_row"] == 128  # whole tiles
+    found = report["parameters"]
+    assert (found["layers"], found["context"]) == (2 * LAYER, 3 * 64 * 64)
+    assert (found["markov_head"], found["confidence_head"]) == (2 * 260 * 8, 64 + 8 + 1)
+    assert found["trainable"] == OWN
+    assert found["target"] == 260 * 64 + found["target_active"] == 6 * (LAYER - 32) + 64 + 260 * 64
+    assert report["disk"]["checkpoint"] == 12 * OWN
+    assert report["disk"]["total"] == 3 * 12 * OWN  # keep 2, and the one being written
+    assert report["warnings"] == []
+
+
+def test_packed_rows_count_as_rows(place: Path) -> None:
+    report = planned(place, "data.max_length=80", "data.pack_length=80", "train.epochs=3")
+    data = report["data"]
+    assert data["documents"] == 10
+    assert data["rows"] == 6  # 70+10, 60+20, 60, 50+30, 40+36, 24
+    assert data["fill"] == pytest.approx(400 / (6 * 80))
+    assert data["tokens_per_row"] == pytest.approx(400 / 6)
+    assert report["batch"]["packed"]
+    assert report["steps"]["total"] == 18
+    assert report["steps"]["tokens"] == 18 * round(400 / 6)
+
+
+def test_memory_of_every_engine_is_its_shares(place: Path) -> None:
+    config = draft_of(place)
+    target = memory.TargetSize(
+        weight_bytes=1000, itemsize=2, hidden_size=64, inner_size=96, num_taps=3, runs=True
+    )
+    count = 4 * 10**8
+
+    def held(holding: memory.Holding, **changed: Any) -> dict[str, int]:
+        given: dict[str, Any] = {
+            "holding": holding,
+            "processes": 4,
+            "bf16": True,
+            "batch_size": 1,
+            "row_tokens": 128,
+            "row_anchors": 30,
+            "grad_accumulation": 2,
+            "gradient_checkpointing": False,
+            "compiled": True,
+            **changed,
+        }
+        shape = memory.TrainingShape(**given)
+        return memory.estimate(config, count, target, shape, LossSettings()).to_dict()
+
+    names = ("weights", "gradients", "moments", "copies")
+    for holding, wanted in {
+        "replicated": (4 * count, 4 * count, 8 * count, 2 * count),
+        "zero2": (count, count, 2 * count, 2 * count),
+        "zero3": (count, count, 2 * count, 2 * count),
+        "fsdp2": (count, count, 2 * count, 2 * count),
+    }.items():
+        found = held(holding)  # type: ignore[arg-type]
+        assert tuple(found[name] for name in names) == wanted, holding
+        assert found["features"] == 128 * 4 * 64 * 2
+    assert held("fsdp2")["buckets"] == 4 * count
+    assert held("fsdp2", grad_accumulation=1)["buckets"] == 2 * count
+    assert held("zero2")["buckets"] == 2 * 2 * 10**8
+    assert "copies" not in held("replicated", bf16=False)
+    assert "gathered" not in held("replicated")
+    # a lone process with one pass has its gradients where the activations were
+    alone = {"processes": 1, "grad_accumulation": 1}
+    one, two = held("replicated", **alone), held("replicated", processes=1)
+    assert two["peak"] - one["peak"] == one["activations"] + one["objective"]
+    # less is kept, and it grows with the rows of a pass
+    assert held("zero2", gradient_checkpointing=True)["activations"] < held("zero2")["activations"]
+    assert held("zero2", batch_size=2)["activations"] == 2 * held("zero2")["activations"]
+
+
+def test_the_measured_step_of_the_ling_draft_is_met() -> None:
+    """One H200, one row of 4096 tokens and 512 anchors: 26.9 TFLOP, 12.3 GiB with both tables."""
+    config = official_draft()
+    shape = memory.TrainingShape(
+        holding="replicated",
+        processes=1,
+        bf16=True,
+        batch_size=1,
+        row_tokens=4096,
+        row_anchors=512,
+        grad_accumulation=1,
+        gradient_checkpointing=False,
+        compiled=True,
+    )
+    tables = memory.TargetSize(
+        weight_bytes=2 * 2 * 157184 * 2560,
+        itemsize=2,
+        hidden_size=2560,
+        inner_size=6144,
+        num_taps=5,
+        runs=False,
+    )
+    found = memory.estimate(config, 558_925_825, tables, shape, LossSettings())
+    assert found.peak / 2**30 == pytest.approx(12.3, rel=0.1)
+    rows = {"draft": config, "parameters": 558_925_825, "target": tables, "shape": shape}
+    most = memory.largest_batch(**rows, loss=LossSettings(), room=80 * 2**30)  # type: ignore[arg-type]
+    assert 20 < most < 40
+    work = PassWork(context=4096, slots=4096, seen=4096 * (2048 + 8), supervised=4096)
+    assert sum(draft_flops(config, work).values()) == pytest.approx(26.9e12, rel=0.01)
+
+
+def test_products_are_those_that_a_pass_makes(place: Path) -> None:
+    """torch's own count of a pass on a CPU, whose attention sees every key."""
+    config = draft_of(place)
+    draft = DSparkDraftModel(config)
+    embed, head = torch.randn(260, 64), torch.randn(260, 64)
+    draft.attach(embed, head)
+    length, anchors, block = 48, 5, 4
+    taps = torch.randn(1, length, 3 * 64)
+    ids = torch.randint(260, (1, anchors))
+    blocks = torch.randint(260, (anchors, block))
+    with FlopCounterMode(display=False) as counter:
+        hidden = draft(taps, ids, torch.arange(10, 10 + anchors)[None])[0]
+        sums = objective_chunked(
+            hidden,
+            torch.randn(anchors, block, 64),
+            blocks,
+            torch.ones(anchors, block, dtype=torch.bool),
+            blocks,
+            draft=draft,
+            target_head=lambda rows: rows @ head.T,
+            settings=LossSettings(),
+        )
+        sums.loss(torch.ones(2, dtype=torch.float64), LossSettings(), 1.0).backward()  # type: ignore[no-untyped-call]
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(n for name, n in counted.items() if "mm" in str(name))
+    slots = anchors * block
+    work = PassWork(context=length, slots=slots, seen=0, supervised=slots)
+    wanted = sum(draft_flops(config, work).values())
+    confidence = 6 * slots * (64 + 8)
+    assert products == wanted + confidence
+
+
+def test_cost_follows_from_the_assumed_share(place: Path) -> None:
+    one = planned(place, "train.steps=10", mfu=0.4)["cost"]
+    half = planned(place, "train.steps=10", mfu=0.2)["cost"]
+    assert half["gpu_hours"] == pytest.approx(2 * one["gpu_hours"])
+    parts = one["tflop_per_step"]
+    assert one["tflop_per_step_total"] == pytest.approx(sum(parts.values()))
+    active = 6 * (LAYER - 32) + 64
+    assert parts["target"] == pytest.approx(2 * active * 40 / 1e12)
+    assert one["gpu_hours"] == pytest.approx(10 * one["tflop_per_step_total"] / (989 * 0.4) / 3600)
+    again = planned(place, "train.steps=10", "train.gradient_checkpointing=true")["cost"]
+    more = again["tflop_per_step"]["recomputation"]
+    assert more == pytest.approx((parts["attention"] + parts["layers"]) / 3)
+
+
+# --- what is not there --------------------------------------------------------------------
+
+
+def test_without_data_the_settings_are_the_bound(place: Path) -> None:
+    gone = ["data.responses=[later.jsonl]", "data.max_length=96", "train.batch_size=2"]
+    report = planned(place, *gone)
+    data = report["data"]
+    assert (data["known"], data["rows"], data["tokens_per_row"]) == (False, None, 96)
+    assert "later.jsonl" in data["note"]
+    assert report["steps"] == {"total": None, "epochs": 10.0, "warmup": None, "tokens": None}
+    assert report["batch"]["tokens_per_step"] == 192
+    assert report["cost"]["gpu_hours"] is None
+    told = planned(place, *gone, "train.steps=50")
+    assert told["steps"] == {"total": 50, "epochs": None, "warmup": 2, "tokens": 50 * 192}
+
+
+def test_a_config_alone_is_enough_and_its_draft_is_the_official_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flagship recipe beside the target's config.json and nothing else."""
+    (tmp_path / "Ling-3.0-flash").mkdir()
+    shutil.copy(
+        ROOT / "configs/targets/ling-3.0-flash.json", tmp_path / "Ling-3.0-flash" / "config.json"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = config_io.load(FLASH)
+    target = outline(config.target)
+    draft = draft_shape(config, target, None, None, None)
+    ours, official = vars(draft), vars(official_draft())
+    raw = json.loads((ROOT / "configs/drafts/ling-3.0-flash-dspark.json").read_text())
+    compared = set(raw) - {"architectures", "model_type", "dtype", "mask_token_id"}
+    assert len(compared) > 18
+    for key in compared:
+        mine, theirs = ours[key], official[key]
+        assert list(mine) == list(theirs) if isinstance(mine, list | tuple) else mine == theirs, key
+    assert draft.mask_token_id not in (raw["mask_token_id"], raw["pad_token_id"])
+
+    report = plan.plan_run(config, {}, resume=None)
+    assert report["parameters"]["with_tables"] == 1_363_707_905
+    assert report["parameters"]["trainable"] == 558_925_825
+    assert "no tokenizer" in report["data"]["note"]
+    assert report["batch"]["global_batch"] == 64
+    assert report["at_num_processes"]["batch"]["global_batch"] == 512
+    peaks = report["at_num_processes"]["memory_peak"]
+    assert peaks["zero2"] < peaks["replicated"]
+    assert "most for target weights (231.7 GiB)" in report["warnings"][0]
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_shards_are_measured_by_their_manifest(place: Path, tmp_path: Path) -> None:
+    offline = ["train.features=offline", f"data.shards={tmp_path / 'shards'}", "train.steps=2"]
+    report = planned(place, *offline)
+    assert "is not there yet" in report["data"]["note"]
+    assert report["disk"]["shards"] is None
+    header = store.Header(
+        target="tiny",
+        target_revision=None,
+        target_fingerprint="0" * 16,
+        layer_ids=[1, 2, 3],
+        hidden_size=64,
+        dtype="bfloat16",
+        template_hash="",
+        max_length=64,
+    )
+    rows = [
+        store.ShardRow(
+            str(length),
+            torch.full((length,), 97),
+            torch.ones(length, dtype=torch.bool),
+            torch.ones(length, 3 * 64, dtype=torch.bfloat16),
+            torch.ones(length, 64, dtype=torch.bfloat16),
+        )
+        for length in (40, 20)
+    ]
+    store.start(tmp_path / "shards", header)
+    with pytest.raises(CheckpointError, match="is incomplete"):
+        planned(place, *offline)
+    shard = store.write_shard(tmp_path / "shards", 0, rows, ["40", "20"], [])
+    store.finish(tmp_path / "shards", header, [shard])
+    report = planned(place, *offline)
+    assert (report["data"]["documents"], report["data"]["tokens"]) == (2, 60)
+    assert report["disk"]["shards"] == 60 * (4 * 64 * 2 + 5)
+    assert "target" not in report["cost"]["tflop_per_step"]
+    assert "target_pass" not in report["memory"]
+
+
+def test_a_run_that_would_go_on_is_said_to(place: Path, tmp_path: Path) -> None:
+    """The plan neither clears what a killed save left nor chooses another mask id."""
+    save_tiny_target(tmp_path / "target")
+    own = [f"target.path={tmp_path / 'target'}", f"train.output_dir={tmp_path / 'out'}"]
+    own += ["target.device=cpu", "train.steps=1", "draft.mask_token_id=200"]
+    config = config_io.load(None, settings(place, *own))
+    program.run(config)
+    left = tmp_path / "out" / f"{checkpoint._ASIDE}9.tmp"
+    left.mkdir()
+    resume = program.find_resume(config, clear=False)
+    open_mask = config_io.load(None, settings(place, *own[:3], "train.steps=1"))
+    report = plan.plan_run(open_mask, {}, resume=resume)
+    assert report["resume"] == str(tmp_path / "out" / "checkpoint-1")
+    assert report["draft"]["draft.mask_token_id"] == 200
+    assert left.exists()
+
+
+# --- launches -----------------------------------------------------------------------------
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, **more: str) -> dict[str, str]:
+    """What `accelerate launch` leaves with DeepSpeed, which need not be installed for this."""
+    found = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> Any:
+        return object() if name == "deepspeed" else found(name, package)
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "ACCELERATE_MIXED_PRECISION": "no",
+        **more,
+    }
+
+
+def test_the_launcher_says_how_many_and_how(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stage in (2, 3):
+        path = str(ROOT / f"configs/deepspeed/zero{stage}.json")
+        environ = launched(monkeypatch, ACCELERATE_DEEPSPEED_CONFIG_FILE=path)
+        report = planned(place, "train.mixed_precision=bf16", environ=environ)
+        assert report["launch"] == {
+            "processes": 4,
+            "strategy": f"zero{stage}",
+            "precision": "bf16",
+        }
+        assert report["memory"]["weights"] == 4 * -(-OWN // 4)
+        assert report["batch"]["global_batch"] == 4
+    told = planned(place, environ=launched(monkeypatch, ACCELERATE_DEEPSPEED_ZERO_STAGE="3"))
+    assert told["launch"]["strategy"] == "zero3"
+
+
+def test_a_launch_that_would_be_refused_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = launched(monkeypatch, ACCELERATE_DEEPSPEED_ZERO_STAGE="1")
+    with pytest.raises(ConfigError, match=r"stage is 1: this trainer knows 2 and 3"):
+        planned(place, environ=environ)
+    with pytest.raises(ConfigError, match=r"train.num_processes is 8 but 4 process"):
+        planned(place, "train.num_processes=8", environ={"WORLD_SIZE": "4", "LOCAL_RANK": "0"})
+    with pytest.raises(ConfigError, match="FSDP of one process shards nothing"):
+        planned(place, environ={"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})
+
+
+# --- the program --------------------------------------------------------------------------
+
+
+def test_the_program_prints_and_leaves_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program.main(["--plan", "--json", *settings(place, "train.num_processes=2")])
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {
+        "launch", "batch", "data", "steps", "draft", "parameters", "memory", "disk", "cost",
+        "resume", "at_num_processes", "warnings",
+    }  # fmt: skip
+    program.main(["--plan", *settings(place, "train.num_processes=2")])
+    told = capsys.readouterr().out
+    assert "ASSUMED MFU 0.4 of 989" in told
+    assert "on train.num_processes=2:" in told
+    assert f"{OWN:,} trainable" in told
+    assert not (place / "out").exists()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["train.stepz=3"], "did you mean 'train.steps'"),
+        (["data.responses=[]"], "data.responses is empty"),
+        (["train.features=offline"], "data.shards is not set"),
+        (["draft.init_from=nowhere"], "nowhere"),
+        (["train.resume=nowhere"], "neither auto, nor none, nor a directory"),
+        (["train.validation_prompts=[nowhere.jsonl]"], "nowhere.jsonl"),
+        (["draft.mask_token_id=100"], "occurs in the training data"),
+        (["draft.target_layer_ids=[1, 5]"], "the target's last layer 5"),
+        (
+            ["draft.markov_init=embedding", "draft.markov_rank=300"],
+            "markov_rank of at most 64 (the target's hidden size), got 300",
+        ),
+        (["target.path=/nowhere"], "neither a model directory"),
+        (["target.config_overrides={rope_scaling: null}"], "is for Ling-3.0 targets"),
+        (["--mfu", "2"], "--mfu must be a share above 0 and at most 1"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence_and_code_2(
+    place: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.main(["--plan", *settings(place), *given])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_rows_that_no_block_can_learn_from_are_refused(place: Path, tmp_path: Path) -> None:
+    row = {"id": "r", "input_ids": [97] * 9, "loss_mask": [0] * 8 + [1]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    own = [f"data.responses=[{tmp_path / 'rows.jsonl'}]", "data.min_supervised_tokens=1"]
+    with pytest.raises(DataError, match="none of the 1 rows holds two supervised tokens"):
+        planned(place, *own)
+
+
+def test_a_share_without_a_plan_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.main(["--mfu", "0.5"])
+    assert ended.value.code == 2
+    assert "is for --plan" in capsys.readouterr().err
+
+
+def draft_of(place: Path) -> DSparkConfig:
+    config = config_io.load(None, settings(place))
+    return draft_shape(config, outline(config.target), None, None, None)
+
+
+def official_draft() -> DSparkConfig:
+    path = ROOT / "configs/drafts/ling-3.0-flash-dspark.json"
+    return from_json(json.loads(path.read_text()), str(path))
