@@ -42,7 +42,8 @@ class TargetSettings(_Settings):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """auto: bfloat16 on a GPU and on CPUs with bf16 arithmetic, float32 elsewhere."""
     device: str = "auto"
-    """auto: this process's GPU when there is one, else cpu."""
+    """auto: this process's GPU when there is one, else cpu. Several, such as cuda:0+cuda:1, share
+    the layers of a Ling-3.0 target; not for training, where `train.target_devices` does that."""
     apply_swiglu_limits: bool = True
     """Ling-3.0 only: the SwiGLU limits that serving engines apply; false for parity with
     modeling code that leaves them out."""
@@ -209,7 +210,8 @@ class TrainSettings(_Settings):
     """online: the target runs in this process; split: in others, on `target_devices`; offline:
     `data.shards`."""
     target_devices: tuple[str, ...] = ()
-    """For split, on each machine: `[cuda:4, cuda:5]`, dealt out to its training processes."""
+    """For split, on each machine: `[cuda:4, cuda:5]`, dealt out to its training processes. A
+    Ling-3.0 target may lie on several: `[cuda:2+cuda:3, cuda:4+cuda:5]`."""
     split_queue: Annotated[int, Field(ge=1, le=64)] = 2
     """For split: forward passes that each target device may be ahead of the training."""
     steps: PositiveInt | None = None

@@ -28,6 +28,7 @@ __all__ = ["choose", "foresee", "obstacle"]
 log = logging.getLogger(__name__)
 
 _MOST_STOPS = 8
+_SPREAD = "the target's layers are on several devices"
 
 
 def obstacle(
@@ -59,6 +60,8 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
         return settings
     config, device, dtype = peek(target)
     reason, shape = obstacle(config, None, device, dtype), None
+    if "+" in target.device:
+        reason = _SPREAD
     if reason is None and config is not None and draft is not None:
         shape = read_config(draft, target_layers=config.num_hidden_layers)
         check_fit(shape, TargetShape.of(config, target.path), draft)
@@ -126,6 +129,8 @@ def _obstacle(target: Target, draft: DSparkDraftModel | None, ends: Set[int]) ->
         target.dtype,
         ling.model.ranks if ling else 1,
     )
+    if reason is None and ling is not None and ling.model.placement:
+        reason = _SPREAD
     if reason is not None:
         return reason
     if draft is not None and draft.fc.weight.dtype != target.dtype:

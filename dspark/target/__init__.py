@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dspark.target.config import LingConfig, is_ling
 from dspark.target.hf import HFTarget
 from dspark.target.ling import LingTarget
 from dspark.target.model import LingModel, Reduce
+from dspark.target.placement import parse_devices
 from dspark.target.rows import ATTENTION_NAME, RowCache
 from dspark.target.weights import load_model
 
@@ -75,12 +77,18 @@ def load(
         TargetError: it cannot be found or read, or its architecture is not supported.
     """
     settings = TargetSettings(path=settings) if isinstance(settings, str) else settings
-    where = _device(device or settings.device)
+    devices = _devices(device or settings.device)
+    where = devices[0]
     place = resolve(settings)
     raw = _raw_config(place, settings)
     if is_ling(raw) or raw.get("model_type") == "bailing_hybrid":
-        return load_ling(settings, device=where, dtype=_dtype(dtype or settings.dtype, where))
+        return load_ling(settings, device=devices, dtype=_dtype(dtype or settings.dtype, where))
     _refuse_ling_settings(settings, raw)
+    if len(devices) > 1:
+        raise TargetError(
+            f"target.device '{device or settings.device}' is several devices, which is for "
+            f"Ling-3.0 targets; '{settings.path}' is {raw.get('architectures')}"
+        )
     from transformers import AutoModelForCausalLM
 
     try:
@@ -137,7 +145,7 @@ def peek(settings: TargetSettings) -> tuple[LingConfig | None, torch.device, tor
     Raises:
         TargetError: it cannot be found or understood, or there is no such device.
     """
-    device = _device(settings.device)
+    device = _devices(settings.device)[0]
     dtype = _dtype(settings.dtype, device)
     place = resolve(settings)
     raw = _raw_config(place, settings)
@@ -150,7 +158,7 @@ def peek(settings: TargetSettings) -> tuple[LingConfig | None, torch.device, tor
 def load_ling(
     settings: TargetSettings,
     *,
-    device: torch.device,
+    device: torch.device | Sequence[torch.device],
     dtype: torch.dtype,
     ranks: int = 1,
     rank: int = 0,
@@ -261,18 +269,12 @@ def _first_line(path: str, error: Exception, part: str = "") -> str:
     return f"cannot load target '{path}'{part}: {text[0] if text else type(error).__name__}{hint}"
 
 
-def _device(name: str) -> torch.device:
+def _devices(name: str) -> tuple[torch.device, ...]:
     if name == "auto":
         name = "cpu"
         if torch.cuda.is_available():
             name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise TargetError(f"target.device '{name}' is not a torch device") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise TargetError(f"target.device '{name}' needs a GPU, and torch finds none")
-    return device
+    return parse_devices(name)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

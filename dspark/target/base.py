@@ -226,4 +226,4 @@ def join_taps(taken: dict[int, Tensor], layer_ids: Sequence[int], like: Tensor) 
     """Taps side by side in the order of ``layer_ids``; [..., 0] without any."""
     if not layer_ids:
         return like.new_empty(*like.shape[:-1], 0)
-    return torch.cat([taken[i] for i in layer_ids], dim=-1)
+    return torch.cat([taken[i].to(like.device) for i in layer_ids], dim=-1)

@@ -7,6 +7,7 @@ Symbols: B batch, T rows, D hidden, V vocabulary, F tapped layers.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from dspark.target.kda import KDA
 from dspark.target.mla import MLA
 from dspark.target.moe import MLP, MoE
 from dspark.target.norm import RMSNorm
+from dspark.target.placement import on_device, spread
 from dspark.target.state import Call, LingCache
 
 __all__ = ["Layer", "LingModel", "Reduce"]
@@ -106,6 +108,25 @@ class LingModel(nn.Module):
         self.reduce: Reduce = reduce or (lambda part: part)
         self.model = _Decoder(config, ranks, nextn, swiglu_limits)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size // ranks, bias=False)
+        self.placement: tuple[torch.device, ...] = ()
+        """Device of each layer, where they are on several; embedding, norm and head are on the
+        first."""
+
+    def to_devices(self, devices: Sequence[torch.device]) -> None:
+        """Make room for the weights of a meta model; over several, runs of layers of like size."""
+        first = devices[0]
+        if len(devices) == 1:
+            self.to_empty(device=first)
+            return
+        self.placement = spread(
+            self.layers, devices, before=[self.model.word_embeddings, self.lm_head]
+        )
+        for layer, device in zip(self.layers, self.placement, strict=True):
+            layer.to_empty(device=device)
+        for part in (self.model.word_embeddings, self.model.norm, self.lm_head):
+            part.to_empty(device=first)
+        for block in self.model.layers[self.config.num_hidden_layers :]:
+            block.to_empty(device=first)
 
     @property
     def has_nextn(self) -> bool:
@@ -123,10 +144,11 @@ class LingModel(nn.Module):
         """Empty state of ``batch`` sequences."""
         kda, latents = {}, {}
         for index, layer in enumerate(self.layers):
+            place = self.placement[index] if self.placement else device
             if isinstance(layer.attention, KDA):
-                kda[index] = layer.attention.new_state(batch, device, dtype)
+                kda[index] = layer.attention.new_state(batch, place, dtype)
             else:
-                latents[index] = layer.attention.new_state(batch, device)
+                latents[index] = layer.attention.new_state(batch, place)
         return LingCache(layer_ids, kda, latents)
 
     def embed(self, input_ids: Tensor) -> Tensor:  # [...] int64 -> [..., D]
@@ -149,11 +171,15 @@ class LingModel(nn.Module):
         """Hidden states behind the final norm [B, T, D], and the outputs of ``layer_ids``."""
         taps = {}
         h = self.embed(input_ids)
+        first = h.device
         for index, layer in enumerate(self.layers):
-            h = layer(h, call, self.reduce)
+            if self.placement:
+                h, call = h.to(self.placement[index]), call.to(self.placement[index])
+            with on_device(h.device) if self.placement else nullcontext():
+                h = layer(h, call, self.reduce)
             if index in layer_ids:
                 taps[index] = h
-        return self.model.norm(h), taps
+        return self.model.norm(h.to(first)), taps
 
     def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]
         """The head; with several ranks every rank gets the whole vocabulary."""

@@ -8,7 +8,7 @@ L latent size (with the rotated shared key), C chunk length.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class KDAState:
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences of the batch."""
+        rows = rows.to(self.state.device)
         self.state, self.tail = self.state[rows], self.tail[rows]
 
 
@@ -92,6 +93,21 @@ class Call:
     """For sequences behind a cache or with padding: [B, 1, T, start + T] bool, True where a
     position may not be seen."""
 
+    def to(self, device: torch.device) -> "Call":
+        """The same on ``device``; states are where their layers are."""
+        if self.positions.device == device:
+            return self
+        valid, hidden = (
+            None if one is None else one.to(device) for one in (self.valid, self.hidden)
+        )
+        return replace(
+            self,
+            positions=self.positions.to(device),
+            valid=valid,
+            hidden=hidden,
+            masks=tuple(mask.to(device) for mask in self.masks),
+        )
+
 
 class LingCache:
     """State of a batch of sequences that are read together; decoding uses a batch of one."""
@@ -125,4 +141,4 @@ class LingCache:
         for state in self.kda.values():
             state.select(rows)
         for latent in self.latents.values():
-            latent.held = latent.held[rows]
+            latent.held = latent.held[rows.to(latent.held.device)]

@@ -8,7 +8,7 @@ Symbols: E experts, I inner width of a rank, D hidden.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ def load_model(
     directory: Path,
     config: LingConfig,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | Sequence[torch.device] = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     ranks: int = 1,
     rank: int = 0,
@@ -46,7 +46,8 @@ def load_model(
 ) -> LingModel:
     """Build the model of ``config`` (rank ``rank`` of ``ranks``) and read its weights.
 
-    fp8 blocks are multiplied out. ``nextn`` also reads the NEXTN block; without it its tensors are
+    Several devices share the layers. fp8 blocks are multiplied
+    out. ``nextn`` also reads the NEXTN block; without it its tensors are
     passed over.
 
     Raises:
@@ -65,7 +66,8 @@ def load_model(
     wanted = {spec.name: spec for spec in tensors(config) if nextn or not _nextn(config, spec.name)}
     held = read_headers(directory)
     _check(config, directory, wanted, held)
-    model = model.to(dtype).to_empty(device=device)
+    model = model.to(dtype)
+    model.to_devices([torch.device(device)] if isinstance(device, str | torch.device) else device)
     by_file: dict[Path, list[TensorSpec]] = defaultdict(list)
     for name, spec in wanted.items():
         by_file[held[name].file].append(spec)

@@ -82,6 +82,7 @@ def plan_run(
         },
         "parameters": {**parts, "target": one.target_parameters, "target_active": one.active},
         "memory": one.memory(holding, processes),
+        "target_workers": one.workers(processes),
         "disk": one.disk(),
         "cost": one.cost(processes),
         "resume": str(resume) if resume else None,

@@ -41,10 +41,16 @@ class Sizes:
         self._config, self._draft, self._data = config, draft, data
         self._trainable, self._bf16, self._mfu = trainable, bf16, mfu
         self._online = config.train.features == "online"
+        self._split = config.train.features == "split"
         self.target_parameters, self.active = target_counts(target)
         weights = {id(one): one for one in target.model.parameters()}.values()
+        self._weight_bytes = sum(one.numel() * one.element_size() for one in weights)
+        # with workers, a trainer holds the target's tables only
+        tables = {id(one): one for one in (target.embed_weight, target.head_weight)}.values()
         self._target = TargetSize(
-            weight_bytes=sum(one.numel() * one.element_size() for one in weights),
+            weight_bytes=sum(one.numel() * one.element_size() for one in tables)
+            if self._split
+            else self._weight_bytes,
             itemsize=target.dtype.itemsize,
             hidden_size=target.hidden_size,
             inner_size=inner_size(target.config),
@@ -113,13 +119,29 @@ class Sizes:
             "largest_batch_size": largest_batch(*given, shape, loss, room=budget),
         }
 
+    def workers(self, processes: int) -> dict[str, Any] | None:
+        """Of split features: what a target worker's devices hold, and what they compute a step."""
+        if not self._split:
+            return None
+        groups = self._config.train.target_devices
+        return {
+            "devices": list(groups),
+            # runs of layers of about equal size
+            "weights_a_device": max(self._weight_bytes / len(g.split("+")) for g in groups),
+            "tflop_per_step": self._target_flops(processes) / 1e12,
+        }
+
+    def _target_flops(self, processes: int) -> float:
+        tokens: float = self.batch(processes)["global_batch"] * self._data.row_tokens
+        return 2.0 * self.active * tokens
+
     def disk(self) -> dict[str, Any]:
         settings = self._config.train
         each = _STATE_BYTES * self._trainable
         # `best` is one more, and so is the one being written before the oldest goes
         most = settings.keep + 1 + bool(settings.validation_prompts)
         shards = None
-        if not self._online and self._data.tokens is not None:
+        if not self._online and not self._split and self._data.tokens is not None:
             half = self._config.capture.dtype == "bfloat16"
             shards = store.row_bytes(
                 self._data.tokens, self._target.hidden_size, self._target.num_taps, 2 if half else 4
@@ -150,7 +172,7 @@ class Sizes:
         if settings.gradient_checkpointing:
             flops["recomputation"] = (flops["attention"] + flops["layers"]) / 3
         if self._online:
-            flops["target"] = 2.0 * self.active * rows * data.row_tokens
+            flops["target"] = self._target_flops(processes)
         whole = sum(flops.values())
         rate = PEAK_TFLOPS * 1e12 * self._mfu
         total = self.steps(processes)["total"]

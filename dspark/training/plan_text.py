@@ -39,6 +39,13 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
         f"{counts['target']:,}, of which a token passes through {counts['target_active']:,}"
     )
     yield f"memory      {_memory(report['memory'])}"
+    workers = report["target_workers"]
+    if workers:
+        yield (
+            f"target      in workers on {', '.join(workers['devices'])}: at least "
+            f"{workers['weights_a_device'] / _GIB:,.1f} GiB a device for its weights; "
+            f"{_figure(workers['tflop_per_step'])} TFLOP a step over all of them"
+        )
     yield (
         f"disk        a checkpoint {disk['checkpoint'] / 1e9:,.1f} GB, at most "
         f"{disk['checkpoints']} at a time: {disk['total'] / 1e9:,.1f} GB "
@@ -62,7 +69,11 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def warnings(report: Mapping[str, Any], config: Config) -> list[str]:
     """A sentence for everything that will not fit, with what would."""
-    return [*_memory_warnings(report["memory"]), *_other_warnings(report, config)]
+    return [
+        *_memory_warnings(report["memory"]),
+        *_worker_warnings(report["target_workers"], report["memory"]["budget"]),
+        *_other_warnings(report, config),
+    ]
 
 
 def _batch(batch: Mapping[str, Any]) -> str:
@@ -138,6 +149,15 @@ def _memory_warnings(memory: Mapping[str, Any]) -> Iterator[str]:
         f"{memory['budget'] / _GIB:,.0f}, most for {largest.replace('_', ' ')} "
         f"({memory[largest] / _GIB:,.1f} GiB): {remedy}"
     )
+
+
+def _worker_warnings(workers: Mapping[str, Any] | None, budget: float) -> Iterator[str]:
+    if workers and workers["weights_a_device"] > budget:
+        yield (
+            f"the target's weights are {workers['weights_a_device'] / _GIB:,.1f} GiB a device and "
+            f"a GPU has {budget / _GIB:,.0f}: spread a Ling-3.0 target over more, as "
+            "cuda:2+cuda:3+cuda:4 in train.target_devices"
+        )
 
 
 def _other_warnings(report: Mapping[str, Any], config: Config) -> Iterator[str]:

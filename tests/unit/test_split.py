@@ -200,6 +200,7 @@ def test_devices_are_dealt_out_by_local_trainer() -> None:
     assert dealt(gpus[2:], 2) == [("cuda:2", "cuda:4", "cuda:6"), ("cuda:3", "cuda:5", "cuda:7")]
     assert dealt(["cpu", "cpu"], 2, CPU) == [("cpu",), ("cpu",)]
     assert dealt(["cuda:0"], 1, CPU) == [("cuda:0",)]
+    assert dealt(["cuda:2+cuda:3", "cuda:4+cuda:5"], 2) == [("cuda:2+cuda:3",), ("cuda:4+cuda:5",)]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,7 @@ def test_devices_are_dealt_out_by_local_trainer() -> None:
         (["cuda", "cuda:4"], "without a number: write cuda:4"),
         (["gpu4", "cuda:4"], "'gpu4', which cannot run a target"),
         (["meta", "cuda:4"], "'meta', which cannot run a target"),
+        (["cuda:4", "cuda:5+cuda:1"], r"holds cuda:1, on which a trainer runs"),
     ],
 )
 def test_devices_that_cannot_be_used(names: list[str], message: str) -> None:

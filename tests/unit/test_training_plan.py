@@ -21,7 +21,7 @@ from dspark.export.config_json import from_json
 from dspark.losses import objective_chunked
 from dspark.target import outline
 from dspark.testing import save_tiny_target
-from dspark.training import checkpoint, memory, plan, program
+from dspark.training import checkpoint, memory, plan, plan_text, program
 from dspark.training.flops import PassWork, draft_flops
 from dspark.training.plan_model import draft_shape
 
@@ -245,6 +245,25 @@ def test_cost_follows_from_the_assumed_share(place: Path) -> None:
 # --- what is not there --------------------------------------------------------------------
 
 
+def test_split_features_move_the_target_to_its_workers(place: Path) -> None:
+    online = planned(place)
+    how = ["train.features=split", "train.target_devices=[cpu+cpu+cpu, cpu+cpu]"]
+    split = planned(place, *how)
+    weights = online["memory"]["target_weights"]
+    assert online["target_workers"] is None
+    assert split["target_workers"]["devices"] == ["cpu+cpu+cpu", "cpu+cpu"]
+    assert split["target_workers"]["weights_a_device"] == weights / 2
+    target = outline(config_io.load(None, settings(place)).target)
+    table = target.embed_weight.numel() * target.embed_weight.element_size()
+    assert split["memory"]["target_weights"] in (table, 2 * table)
+    assert split["memory"]["target_weights"] < weights
+    moved = online["cost"]["tflop_per_step"]["target"]
+    assert split["target_workers"]["tflop_per_step"] == moved > 0
+    assert "target" not in split["cost"]["tflop_per_step"]
+    assert split["disk"]["shards"] is None
+    assert "at least" in "\n".join(plan_text.lines(split))
+
+
 def test_without_data_the_settings_are_the_bound(place: Path) -> None:
     gone = ["data.responses=[later.jsonl]", "data.max_length=96", "train.batch_size=2"]
     report = planned(place, *gone)
@@ -283,11 +302,16 @@ def test_a_config_alone_is_enough_and_its_draft_is_the_official_one(
     assert report["parameters"]["with_tables"] == 1_363_707_905
     assert report["parameters"]["trainable"] == 558_925_825
     assert "no tokenizer" in report["data"]["note"]
-    assert report["batch"]["global_batch"] == 64
+    assert report["batch"]["global_batch"] == 256
     assert report["at_num_processes"]["batch"]["global_batch"] == 512
     peaks = report["at_num_processes"]["memory_peak"]
     assert peaks["zero2"] < peaks["replicated"]
-    assert "most for target weights (231.7 GiB)" in report["warnings"][0]
+    # it fits as it is meant to run, and would not with the target beside the draft
+    assert report["warnings"] == []
+    beside = config_io.load(str(FLASH), ["train.features=online", "train.target_devices=[]"])
+    beside = beside.model_copy(update={"target": config.target})
+    alone = plan.plan_run(beside, {}, resume=None)
+    assert "most for target weights (231.7 GiB)" in alone["warnings"][0]
     assert not (tmp_path / "outputs").exists()
 
 
@@ -402,8 +426,8 @@ def test_the_program_prints_and_leaves_nothing(
     program.main(["--plan", "--json", *settings(place, "train.num_processes=2")])
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {
-        "launch", "batch", "data", "steps", "draft", "parameters", "memory", "disk", "cost",
-        "resume", "at_num_processes", "warnings",
+        "launch", "batch", "data", "steps", "draft", "parameters", "memory", "target_workers",
+        "disk", "cost", "resume", "at_num_processes", "warnings",
     }  # fmt: skip
     program.main(["--plan", *settings(place, "train.num_processes=2")])
     told = capsys.readouterr().out

@@ -21,7 +21,7 @@ def devices_of(
     """Every ``local_trainers``-th of ``names``, from ``local_index`` on.
 
     Args:
-        names: `train.target_devices`, of one machine.
+        names: `train.target_devices`, of one machine; several joined by + hold one target.
         local_index, local_trainers: this trainer among those of this machine.
         training: its own device; trainers on GPUs take the first ones.
         num_gpus: GPUs that this process sees.
@@ -31,7 +31,7 @@ def devices_of(
     """
     if not hasattr(os, "memfd_create"):
         raise ConfigError("train.features split needs Linux: set train.features=online")
-    for name in names:
+    for name in (part for group in names for part in group.split("+")):
         _check(name, num_gpus)
         index = torch.device(name).index
         if training.type == "cuda" and index is not None and index < local_trainers:

@@ -104,11 +104,12 @@ def serve(start: Start) -> None:
     # the same sums in the same order as a target in the trainer's process
     torch.set_num_threads(start.num_threads)
     connection = start.connection
-    on_gpu = torch.device(start.device).type == "cuda"
-    hint = "the target must fit on one device as a whole"
+    first = start.device.split("+")[0]
+    on_gpu = torch.device(first).type == "cuda"
+    hint = "spread a Ling-3.0 target over several, as cuda:4+cuda:5 in train.target_devices"
     try:
         if on_gpu:
-            torch.cuda.set_device(start.device)  # else something would go to a trainer's
+            torch.cuda.set_device(first)  # else something would go to a trainer's
         target = load(start.settings, device=start.device)
         hint = "lower train.batch_size (and raise train.grad_accumulation) or data.max_length"
         for slot in start.slots:
