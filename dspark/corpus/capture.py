@@ -6,12 +6,13 @@ planned from the rows' lengths, so a run that was killed goes on behind its last
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dspark import provenance
 from dspark.config import CaptureSettings, DataSettings
@@ -25,6 +26,7 @@ from dspark.errors import ConfigError, RunError
 from dspark.progress import Bar
 from dspark.provenance import free_bytes
 from dspark.target import Features, Target
+from dspark.target.front import tables
 
 __all__ = ["CaptureReport", "capture"]
 
@@ -91,7 +93,8 @@ def capture(
         if found is None
         for i in part
     )
-    _check_disk(out, rows.num_tokens, missing, header)
+    held = tables(target)
+    _check_disk(out, rows.num_tokens, missing, header, held.values())
     store.start(out, header)
     report = CaptureReport(str(out), cut=rows.num_cut, rejects=rows.rejects.to_dict())
     unusable = Unusable(len(rows), target.dtype)
@@ -115,7 +118,7 @@ def capture(
     if not report.rows:
         raise RunError(f"no row has usable features: {', '.join(report.skipped[:5])}")
     provenance.write_json(out / "provenance.json", provenance.collect(capture=report.to_dict()))
-    store.finish(out, header, shards)
+    store.finish(out, header, shards, held)
     return report
 
 
@@ -138,8 +141,11 @@ def _fingerprint(row: Row) -> str:
     return f"{row.id} {digest.hexdigest()[:16]}"
 
 
-def _check_disk(out: Path, num_tokens: int, missing: int, header: Header) -> None:
+def _check_disk(
+    out: Path, num_tokens: int, missing: int, header: Header, tables: Iterable[Tensor] = ()
+) -> None:
     needed = missing * header.token_bytes
+    needed += sum(one.numel() * one.element_size() for one in tables)
     free = free_bytes(out)
     log.info(
         "features of %s tokens: %d bytes each (hidden %d x (%d taps + 1) in %s), %.2f GiB in all, "

@@ -4,6 +4,7 @@ A directory holds `shard-00000.safetensors`, … and `manifest.json`. A shard pa
 behind the other: `input_ids` [N] int32, `loss_mask` [N] uint8, `taps` [N, F*D], `last_hidden`
 [N, D], `offsets` [R + 1] int64; its header names the rows. Each file appears under its name only
 when it is complete; the manifest's `complete` becomes true when all of them are there.
+`target.safetensors` holds the target's output head and embedding: training needs nothing else.
 
 Bytes per token: D·(F + 1)·itemsize + 5.
 """
@@ -11,7 +12,7 @@ Bytes per token: D·(F + 1)·itemsize + 5.
 import bisect
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError, DataError
@@ -40,6 +42,7 @@ __all__ = [
 
 FORMAT = "dspark.features/1"
 _MANIFEST = "manifest.json"
+_TABLES = "target.safetensors"
 _ID_BYTES = 4 + 1  # input_ids, loss_mask
 
 
@@ -146,8 +149,19 @@ def present_shard(directory: Path, index: int, plan: Sequence[str]) -> Shard | N
     return _describe(path)
 
 
-def finish(directory: Path, header: Header, shards: Sequence[Shard]) -> None:
-    """Mark the directory complete; what earlier runs left behind is removed."""
+def finish(
+    directory: Path,
+    header: Header,
+    shards: Sequence[Shard],
+    tables: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Mark the directory complete, with the target's ``tables`` (`target.front.tables`) in it.
+
+    What earlier runs left behind is removed.
+    """
+    if tables is not None:
+        with temporary_name(directory / _TABLES) as aside:
+            save_tensors({name: one.cpu().contiguous() for name, one in tables.items()}, aside)
     listed = {shard.file for shard in shards}
     for path in [*directory.glob("shard-*.safetensors"), *directory.glob(".shard-*.tmp")]:
         if path.name not in listed:
@@ -228,6 +242,20 @@ class FeatureStore:
             offsets = self._open(shard)[2]
             found.extend(end - begin for begin, end in pairwise(offsets))
         return found
+
+    def tables(self) -> dict[str, Tensor] | None:
+        """The target's `head` and so on; None in a directory that was written without them.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        path = self._directory / _TABLES
+        if not path.exists():
+            return None
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"'{path}' cannot be read: {error}") from error
 
     def used_ids(self) -> set[int]:
         """Every token id that occurs in any row."""

@@ -30,15 +30,15 @@ class Facts:
     fingerprint: str
 
     @classmethod
-    def of(cls, target: Target) -> "Facts":
-        """Of a whole target."""
+    def of(cls, target: Target, fingerprint: str | None = None) -> "Facts":
+        """Of a whole target; of an outline, which has no values, with its ``fingerprint``."""
         return cls(
             target.name,
             target.revision,
             target.config,
             target.eos_ids,
             target.architecture,
-            target.fingerprint(),
+            target.fingerprint() if fingerprint is None else fingerprint,
         )
 
 

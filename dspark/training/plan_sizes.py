@@ -45,11 +45,12 @@ class Sizes:
         self.target_parameters, self.active = target_counts(target)
         weights = {id(one): one for one in target.model.parameters()}.values()
         self._weight_bytes = sum(one.numel() * one.element_size() for one in weights)
-        # with workers, a trainer holds the target's tables only
+        # of a target whose layers are elsewhere, a trainer holds the tables only (`targets`)
+        shards = config.train.features == "offline" and not config.train.validation_prompts
         tables = {id(one): one for one in (target.embed_weight, target.head_weight)}.values()
         self._target = TargetSize(
             weight_bytes=sum(one.numel() * one.element_size() for one in tables)
-            if self._split
+            if self._split or shards
             else self._weight_bytes,
             itemsize=target.dtype.itemsize,
             hidden_size=target.hidden_size,

@@ -30,7 +30,7 @@ from dspark.errors import CheckpointError, RunError
 from dspark.export.check import Probe
 from dspark.export.config_json import ARCHITECTURES, from_json, read_json, to_json
 from dspark.progress import Bar
-from dspark.target import Target, load, load_tokenizer, resolve
+from dspark.target import load_tokenizer, resolve
 from dspark.training import build, checkpoint, ema, launch, validation
 from dspark.training.checkpoint import Best, Saved, TrainState
 from dspark.training.engine import autocast_dtype, build_engine, can_compile
@@ -42,6 +42,7 @@ from dspark.training.optim import Schedule, plan_steps, ramp_at
 from dspark.training.rows import check_features, check_fit, documents_of, facts, identity, open_rows
 from dspark.training.signals import StopRequest
 from dspark.training.split.pool import TargetPool
+from dspark.training.targets import open_target
 from dspark.training.window import Pass, Split, Window, Windows
 
 __all__ = ["TrainReport", "Trainer"]
@@ -112,9 +113,7 @@ class Trainer:
             warmup_ratio=settings.warmup_ratio,
             kind=settings.schedule,
         )
-        self.target: Target = (
-            pool.start() if pool else load(config.target, device=_device_name(accelerator))
-        )
+        self.target = open_target(config, accelerator.device, pool)
         check_fit(rows, self.target)
         self.prompts = validation.prompt_ids(
             settings,
@@ -520,11 +519,6 @@ class _Later:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _device_name(accelerator: Accelerator) -> str:
-    device = accelerator.device
-    return "cpu" if device.type == "cpu" else str(device)
 
 
 def _shape_of(saved: Saved) -> DSparkConfig:

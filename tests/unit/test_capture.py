@@ -130,6 +130,7 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(
     data = responses(tmp_path / "r.jsonl", 12)
     rows = ResponseRows(data, tokenizer)
     needed = rows.num_tokens * (target.hidden_size * (len(LAYERS) + 1) * 4 + 5)
+    needed += target.head_weight.numel() * 4  # the embedding is the same
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2 * needed, 0, needed - 1))
     with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:

@@ -1,19 +1,20 @@
 """Features computed in the trainer and features read from shards are the same numbers."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark import config_io
 from dspark.config import CaptureSettings, Config
 from dspark.corpus.capture import capture
 from dspark.corpus.dataset import ResponseRows, Row, ShardRows
-from dspark.errors import DataError
+from dspark.errors import CheckpointError, DataError, TargetError
 from dspark.losses import denominators
 from dspark.target import Features, Target, load
 from dspark.testing import (
@@ -155,6 +156,43 @@ def test_online_and_offline_runs_are_the_same_run(place: Path, tmp_path: Path) -
     )
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-5)
+
+
+def test_shards_bring_what_a_run_needs_of_the_target(place: Path, tmp_path: Path) -> None:
+    """No weight of the target is read, and the run is the same."""
+    bare = tmp_path / "bare"
+    shutil.copytree(place / "target", bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert not list(bare.glob("*.bin"))
+    lines = []
+    for name, path in {"whole": place / "target", "bare": bare}.items():
+        out = tmp_path / name
+        offline = ["train.features=offline", f"target.path={path}", f"train.output_dir={out}"]
+        program.run(config(place, *offline))
+        lines.append([json.loads(line) for line in (out / "metrics.jsonl").open()])
+    for mine, theirs in zip(*lines, strict=True):
+        assert mine["train/loss"] == theirs["train/loss"]
+    with pytest.raises(TargetError):
+        program.run(
+            config(
+                place,
+                "train.features=offline",
+                f"target.path={bare}",
+                f"train.output_dir={tmp_path / 'validated'}",
+                f"train.validation_prompts=[{place / 'rows.jsonl'}]",
+            )
+        )
+
+
+def test_the_head_of_another_target_is_refused(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "shards", tmp_path / "shards")
+    tables = load_file(tmp_path / "shards" / "target.safetensors")
+    save_file({"head": tables["head"][:-1].clone()}, tmp_path / "shards" / "target.safetensors")
+    other = ["train.features=offline", f"data.shards={tmp_path / 'shards'}"]
+    with pytest.raises(DataError, match=r"output head of \[\d+, \d+\], but target .* has"):
+        program.run(config(place, *other, f"train.output_dir={tmp_path / 'out'}"))
+    (tmp_path / "shards" / "target.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"target.safetensors' cannot be read"):
+        program.run(config(place, *other, f"train.output_dir={tmp_path / 'out'}"))
 
 
 def test_shards_of_other_taps_are_refused(place: Path, tmp_path: Path) -> None:
