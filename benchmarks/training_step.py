@@ -99,14 +99,7 @@ def measure(
                 found, _ = engine(
                     taps,
                     hidden,
-                    anchor_ids=one.anchor_ids,
-                    anchors=one.anchors,
-                    starts=one.starts,
-                    anchor_starts=one.anchor_starts,
-                    block_rows=one.block_rows,
-                    labels=one.labels,
-                    prev_ids=one.prev_ids,
-                    mask=one.mask,
+                    **one.blocks(),
                     denominators=divisors,
                     ramp=1.0,
                 )

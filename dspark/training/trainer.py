@@ -327,14 +327,7 @@ class Trainer:
         loss, vector = self.engine(
             features.taps,
             gather_rows(features.last_hidden, one.target_rows),
-            anchor_ids=one.anchor_ids,
-            anchors=one.anchors,
-            starts=one.starts,
-            anchor_starts=one.anchor_starts,
-            block_rows=one.block_rows,
-            labels=one.labels,
-            prev_ids=one.prev_ids,
-            mask=mask,
+            **one.blocks(mask=mask),
             denominators=denominators,
             ramp=ramp,
         )

@@ -68,6 +68,14 @@ class Pass:
         """Without padding."""
         return sum(tokens for _, _, tokens in self.spans)
 
+    def blocks(self, **changed: Tensor) -> dict[str, Tensor | None]:
+        """What `Objective.forward` takes of it, by name; ``changed`` in place of its own."""
+        names = (
+            "anchor_ids", "anchors", "starts", "anchor_starts", "block_rows", "labels", "prev_ids",
+            "mask",
+        )  # fmt: skip
+        return {**{name: getattr(self, name) for name in names}, **changed}
+
     def to(self, device: torch.device) -> "Pass":
         """The same on ``device``, copied without waiting for it."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -111,12 +111,7 @@ def test_a_row_that_is_left_out_adds_nothing(place: Path) -> None:
         loss, vector = objective(
             features.taps,
             gather_rows(features.last_hidden, one.target_rows),
-            anchor_ids=one.anchor_ids,
-            anchors=one.anchors,
-            block_rows=one.block_rows,
-            labels=one.labels,
-            prev_ids=one.prev_ids,
-            mask=mask,
+            **one.blocks(mask=mask),
             denominators=divisors,
             ramp=1.0,
         )
