@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,16 +26,17 @@ from dspark.config import Config
 from dspark.corpus.chat import check_template
 from dspark.corpus.unusable import Unusable
 from dspark.draft.config import DSparkConfig
-from dspark.errors import CheckpointError, RunError
+from dspark.errors import RunError
 from dspark.export.check import Probe
 from dspark.export.config_json import ARCHITECTURES, from_json, read_json, to_json
 from dspark.progress import Bar
 from dspark.target import load_tokenizer, resolve
-from dspark.training import build, checkpoint, ema, launch, validation
+from dspark.training import build, changes, checkpoint, ema, launch, validation
 from dspark.training.checkpoint import Best, Saved, TrainState
 from dspark.training.engine import autocast_dtype, build_engine, can_compile
 from dspark.training.features import batch_features, gather_rows, silence
 from dspark.training.journal import Journal
+from dspark.training.later import Later
 from dspark.training.monitor import Monitor
 from dspark.training.objective import Objective
 from dspark.training.optim import Schedule, plan_steps, ramp_at
@@ -48,17 +49,6 @@ from dspark.training.window import Pass, Split, Window, Windows
 __all__ = ["TrainReport", "Trainer"]
 
 log = logging.getLogger(__name__)
-
-# Settings whose change alters no number of the training.
-_PLAIN_KEYS = frozenset(
-    {
-        "output_dir", "features", "steps", "epochs", "batch_size", "grad_accumulation",
-        "gradient_checkpointing", "attention", "compile", "num_processes", "resume", "save_every",
-        "keep", "log_every", "validate_every", "validation_prompts", "validation_limit",
-        "validation_max_new_tokens", "tracker", "chunk_blocks", "seed", "num_anchors",
-        "target_devices", "split_queue",
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +138,8 @@ class Trainer:
             )
         else:
             checkpoint.check_structure(saved.state.structure, self.structure, saved.path)
-            self._check_length(saved)
-            _warn_of_changes(saved, config)
+            changes.check_length(saved, config, self.schedule)
+            changes.warn(saved, config)
             self.draft = build.restored_draft(
                 draft_config, saved.weights, self.target, where=str(saved.path)
             )
@@ -290,7 +280,7 @@ class Trainer:
         shared = torch.cat([window.denominators, asked]).to(device, non_blocking=True)
         if processes > 1:
             shared = accelerator.reduce(shared, reduction="sum")
-        stopping = _Later(shared[2])
+        stopping = Later(shared[2])
         ramp = ramp_at(
             step, total_steps=self.plan.total_steps, ratio=self.config.loss.accept_length_ramp
         )
@@ -450,26 +440,6 @@ class Trainer:
             checkpoint.link(self.output_dir, "best", self.best.step)
         checkpoint.rotate(self.output_dir, keep=self.config.train.keep, best=self.best)
 
-    def _check_length(self, saved: Saved) -> None:
-        """Another number of steps is another schedule, unless every rate stays what it was.
-
-        Raises:
-            CheckpointError: the learning rate or the ramp of a step would differ.
-        """
-        then, now = saved.state.total_steps, self.plan.total_steps
-        if then == now:
-            return
-        before = replace(self.schedule, total_steps=then)
-        ratio = self.config.loss.accept_length_ramp
-        warm = max(self.schedule.warmup_steps, before.warmup_steps)
-        ramp = max(ramp_at(saved.state.step, total_steps=n, ratio=ratio) < 1 for n in (then, now))
-        if self.schedule.kind != "constant" or saved.state.step < warm or ramp:
-            raise CheckpointError(
-                f"the run is {now} steps long but {saved.path} was trained for {then}, which the "
-                f"{self.schedule.kind} schedule and the ramps depend on: set train.steps={then}, "
-                "or start in another train.output_dir"
-            )
-
     def _describe(self) -> None:
         plan, processes = self.plan, self.accelerator.num_processes
         log.info(
@@ -488,48 +458,9 @@ class Trainer:
             log.info("each pass leaves out %d rows, other ones every time", plan.left_out)
 
 
-class _Later:
-    """A device value that is read after the step's work has been queued.
-
-    On a GPU the copy starts at once and is waited for at the end of the step, by when the device
-    is long past it: the host stays ahead.
-    """
-
-    def __init__(self, value: Tensor) -> None:
-        self._event = None
-        if value.device.type == "cuda":
-            self._host = torch.empty_like(value, device="cpu", pin_memory=True)
-            self._host.copy_(value, non_blocking=True)
-            self._event = torch.cuda.current_stream().record_event()
-        else:
-            self._host = value
-
-    def read(self) -> bool:
-        if self._event is not None:
-            self._event.synchronize()
-        return bool(self._host > 0)
-
-
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
 def _shape_of(saved: Saved) -> DSparkConfig:
     return from_json(read_json(saved.path), str(saved.path / "config.json"))
-
-
-def _warn_of_changes(saved: Saved, config: Config) -> None:
-    """Name every setting of the optimisation that differs from the checkpoint's."""
-    for section in ("loss", "train"):
-        then = getattr(saved.config, section).model_dump()
-        now = getattr(config, section).model_dump()
-        for key, value in now.items():
-            if then[key] != value and key not in _PLAIN_KEYS:
-                log.warning(
-                    "%s.%s changes from %s to %s at step %d",
-                    section,
-                    key,
-                    then[key],
-                    value,
-                    saved.state.step,
-                )

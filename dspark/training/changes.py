@@ -1,0 +1,65 @@
+"""What may change between a checkpoint and the run that goes on from it.
+
+`checkpoint.check_structure` has what must not; here are the number of steps, and all else.
+"""
+
+import logging
+from dataclasses import replace
+
+from dspark.config import Config
+from dspark.errors import CheckpointError
+from dspark.training.checkpoint import Saved
+from dspark.training.optim import Schedule, ramp_at
+
+__all__ = ["check_length", "warn"]
+
+log = logging.getLogger(__name__)
+
+# Settings whose change alters no number of the training.
+_PLAIN_KEYS = frozenset(
+    {
+        "output_dir", "features", "steps", "epochs", "batch_size", "grad_accumulation",
+        "gradient_checkpointing", "attention", "compile", "num_processes", "resume", "save_every",
+        "keep", "log_every", "validate_every", "validation_prompts", "validation_limit",
+        "validation_max_new_tokens", "tracker", "chunk_blocks", "seed", "num_anchors",
+        "target_devices", "split_queue",
+    }
+)  # fmt: skip
+
+
+def check_length(saved: Saved, config: Config, schedule: Schedule) -> None:
+    """Another number of steps is another schedule, unless every rate stays what it was.
+
+    Raises:
+        CheckpointError: the learning rate or the ramp of a step would differ.
+    """
+    then, now = saved.state.total_steps, schedule.total_steps
+    if then == now:
+        return
+    before = replace(schedule, total_steps=then)
+    ratio = config.loss.accept_length_ramp
+    warm = max(schedule.warmup_steps, before.warmup_steps)
+    ramp = max(ramp_at(saved.state.step, total_steps=n, ratio=ratio) < 1 for n in (then, now))
+    if schedule.kind != "constant" or saved.state.step < warm or ramp:
+        raise CheckpointError(
+            f"the run is {now} steps long but {saved.path} was trained for {then}, which the "
+            f"{schedule.kind} schedule and the ramps depend on: set train.steps={then}, "
+            "or start in another train.output_dir"
+        )
+
+
+def warn(saved: Saved, config: Config) -> None:
+    """Name every setting of the optimisation that differs from the checkpoint's."""
+    for section in ("loss", "train"):
+        then = getattr(saved.config, section).model_dump()
+        now = getattr(config, section).model_dump()
+        for key, value in now.items():
+            if then[key] != value and key not in _PLAIN_KEYS:
+                log.warning(
+                    "%s.%s changes from %s to %s at step %d",
+                    section,
+                    key,
+                    then[key],
+                    value,
+                    saved.state.step,
+                )
