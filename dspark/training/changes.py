@@ -4,14 +4,17 @@
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from dspark.config import Config
 from dspark.errors import CheckpointError
-from dspark.training.checkpoint import Saved
+from dspark.training.checkpoint import Saved, TrainState
 from dspark.training.optim import Schedule, ramp_at
 
-__all__ = ["check_length", "warn"]
+__all__ = ["check_length", "structure", "warn"]
 
 log = logging.getLogger(__name__)
 
@@ -27,22 +30,42 @@ _PLAIN_KEYS = frozenset(
 )  # fmt: skip
 
 
-def check_length(saved: Saved, config: Config, schedule: Schedule) -> None:
+def structure(
+    config: Config, *, rows: Mapping[str, Any], shape: Mapping[str, Any], global_batch: int
+) -> dict[str, Any]:
+    """What makes a run this one, beside its target: what `checkpoint.check_structure` compares.
+
+    Args:
+        rows: `rows.identity`.
+        shape: `build.shape` of the draft.
+    """
+    return {
+        **rows,
+        "data.max_length": config.data.max_length,
+        "data.pack_length": config.data.pack_length,
+        "train.seed": config.train.seed,
+        "train.num_anchors": config.train.num_anchors,
+        "global batch (batch_size x grad_accumulation x processes)": global_batch,
+        **shape,
+    }
+
+
+def check_length(state: TrainState, path: Path, config: Config, schedule: Schedule) -> None:
     """Another number of steps is another schedule, unless every rate stays what it was.
 
     Raises:
         CheckpointError: the learning rate or the ramp of a step would differ.
     """
-    then, now = saved.state.total_steps, schedule.total_steps
+    then, now = state.total_steps, schedule.total_steps
     if then == now:
         return
     before = replace(schedule, total_steps=then)
     ratio = config.loss.accept_length_ramp
     warm = max(schedule.warmup_steps, before.warmup_steps)
-    ramp = max(ramp_at(saved.state.step, total_steps=n, ratio=ratio) < 1 for n in (then, now))
-    if schedule.kind != "constant" or saved.state.step < warm or ramp:
+    ramp = max(ramp_at(state.step, total_steps=n, ratio=ratio) < 1 for n in (then, now))
+    if schedule.kind != "constant" or state.step < warm or ramp:
         raise CheckpointError(
-            f"the run is {now} steps long but {saved.path} was trained for {then}, which the "
+            f"the run is {now} steps long but {path} was trained for {then}, which the "
             f"{schedule.kind} schedule and the ramps depend on: set train.steps={then}, "
             "or start in another train.output_dir"
         )

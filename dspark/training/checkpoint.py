@@ -150,8 +150,10 @@ def save(
             average_probe=average_probe,
             data=data,
         )
-    except OSError as error:
-        raise RunError(f"cannot write a checkpoint into {output_dir}: {error}") from error
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch and safetensors have words of their own for a disk that refuses
+        reason = str(error).splitlines()[0]
+        raise RunError(f"cannot write a checkpoint into {output_dir}: {reason}") from error
 
 
 def _save(
@@ -204,25 +206,41 @@ def read(path: Path) -> Saved:
     Raises:
         CheckpointError: it is incomplete, damaged, or of a format that is not known here.
     """
-    verify_complete(path)
+    state = read_state(path)
     try:
-        raw = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
         weights = load_file(path / "model.safetensors")
-        average = None if raw.get("ema_since") is None else load_file(path / AVERAGE_NAME)
+        average = None if state.ema_since is None else load_file(path / AVERAGE_NAME)
         moments = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}): "
-            "move it away to go on from an older one"
-        ) from error
-    best = raw.pop("best")
+        raise _unreadable(path, error) from error
     return Saved(
         path=path,
-        state=TrainState(**raw, best=Best(**best) if best else None),
+        state=state,
         weights=weights,
         moments=moments,
         config=config_io.load(path / "config.yaml"),
         average=average,
+    )
+
+
+def read_state(path: Path) -> TrainState:
+    """What a complete checkpoint says of itself, without its weights.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, or of a format that is not known here.
+    """
+    verify_complete(path)
+    try:
+        raw = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        best = raw.pop("best")
+        return TrainState(**raw, best=Best(**best) if best else None)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read ({type(error).__name__}): move it away to go on from an older one"
     )
 
 
@@ -331,7 +349,9 @@ def check_structure(saved: Mapping[str, Any], current: Mapping[str, Any], path: 
     Raises:
         CheckpointError: names the first key that differs, with both values.
     """
-    for key in [*saved, *(key for key in current if key not in saved)]:
+    # settings first: they can be restored, and what differs behind them follows from them
+    keys = dict.fromkeys([*saved, *current])
+    for key in sorted(keys, key=lambda key: "." not in key):
         then, now = saved.get(key), current.get(key)
         # the saved side went through JSON, where tuples became lists
         if then != json.loads(json.dumps(now)):

@@ -37,6 +37,7 @@ from dspark.errors import ConfigError, DSparkError, MissingPackageError
 
 __all__ = [
     "Strategy",
+    "check_device",
     "check_environment",
     "check_started",
     "on_main",
@@ -151,11 +152,7 @@ def start(settings: TrainSettings, *, device: str) -> Accelerator:
     Raises:
         ConfigError: see `check_environment` and `check_started`, or a device that names one GPU.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(
-            f"target.device is {device!r}, but each training process takes its own GPU: use auto "
-            "or cpu, and CUDA_VISIBLE_DEVICES to choose among GPUs"
-        )
+    check_device(device)
     has_gpu = torch.cuda.is_available()
     check_environment(os.environ, settings, has_gpu=has_gpu)
     strategy = strategy_of(os.environ)
@@ -199,6 +196,19 @@ def start(settings: TrainSettings, *, device: str) -> Accelerator:
     if accelerator.device.type == "cpu":
         _use_cores(os.environ)
     return accelerator
+
+
+def check_device(device: str) -> None:
+    """``device``: the target's setting.
+
+    Raises:
+        ConfigError: it names one GPU, or several.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"target.device is {device!r}, but each training process takes its own GPU: use auto "
+            "or cpu, and CUDA_VISIBLE_DEVICES to choose among GPUs"
+        )
 
 
 def strategy_of(environ: Mapping[str, str]) -> Strategy:

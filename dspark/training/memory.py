@@ -56,6 +56,8 @@ class TrainingShape:
     grad_accumulation: int
     gradient_checkpointing: bool
     compiled: bool
+    averaged: bool = False
+    """Whether an average of the weights is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class Memory:
     weights: int
     """fp32 masters of the draft."""
     moments: int
+    average: int
+    """Of the weights (EMA)."""
     gradients: int
     copies: int
     """Weights as products take them: bf16 copies."""
@@ -84,7 +88,8 @@ class Memory:
     @property
     def held(self) -> int:
         """Throughout a step."""
-        most = self.target_weights + self.weights + self.moments + self.copies + self.buckets
+        most = self.target_weights + self.weights + self.moments + self.average
+        most += self.copies + self.buckets
         return most + (0 if self.gradients_last else self.gradients)
 
     @property
@@ -126,6 +131,7 @@ def estimate(
         target_weights=target.weight_bytes,
         weights=4 * share,
         moments=8 * share,
+        average=4 * share if shape.averaged else 0,
         gradients=4 * share,
         copies=copies,
         buckets=buckets,

@@ -5,6 +5,7 @@ weights (whether the shards are this target's) is left to the run.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ import torch
 
 from dspark.config import Config, TrainSettings
 from dspark.corpus.chat import check_template
+from dspark.draft.config import DSparkConfig
 from dspark.errors import ConfigError, TargetError
-from dspark.target import load_tokenizer, outline
-from dspark.training import build, launch, tracker, validation, zero
+from dspark.target import Target, load_tokenizer, outline
+from dspark.target.config import LingConfig
+from dspark.training import build, changes, checkpoint, launch, tracker, validation, zero
 from dspark.training.memory import Holding
 from dspark.training.plan_data import DataSize, measure_rows, open_if_there, unread
 from dspark.training.plan_model import draft_shape, parameters
 from dspark.training.plan_sizes import Sizes
 from dspark.training.plan_text import warnings
-from dspark.training.rows import TrainingRows, check_fit
+from dspark.training.rows import TrainingRows, check_fit, identity
+from dspark.training.split.devices import check_spread, devices_of
 
 __all__ = ["holding_of", "plan_run", "share"]
 
@@ -44,8 +48,10 @@ def plan_run(
     """
     settings = config.train
     tracker.check_installed(settings.tracker)
+    launch.check_device(config.target.device)
     processes, holding, precision = _topology(settings, environ)
     target = outline(config.target)
+    _check_workers(config, target, processes)
     tokenizer = _tokenizer(config)
     rows: TrainingRows | None = None
     if tokenizer is None:
@@ -68,6 +74,9 @@ def plan_run(
     data = unread(config, note) if rows is None else measure_rows(rows, settings.num_anchors)
     parts = parameters(draft)
     one = Sizes(config, draft, target, data, parts["trainable"], precision == "bf16", mfu)
+
+    if resume is not None:
+        _check_resume(config, resume, rows, draft, one, processes)
 
     report: dict[str, Any] = {
         "launch": {"processes": processes, "strategy": holding, "precision": precision},
@@ -98,10 +107,50 @@ def plan_run(
                 for name in _HOLDINGS
                 if wanted > 1 or name == "replicated"
             },
+            "target_workers": one.workers(wanted),
             "cost": one.cost(wanted),
         }
     report["warnings"] = warnings(report, config)
     return report
+
+
+def _check_workers(config: Config, target: Target, processes: int) -> None:
+    names = config.train.target_devices
+    check_spread(names, config.target.path, ling=isinstance(target.config, LingConfig))
+    if not names:
+        return
+    gpus = [int(part[5:]) for name in names for part in name.split("+") if part[5:].isdigit()]
+    trainers = max(processes, config.train.num_processes or 1)
+    devices_of(
+        names,
+        local_index=0,
+        local_trainers=int(os.environ.get("LOCAL_WORLD_SIZE", trainers)),
+        training=torch.device("cuda" if gpus else "cpu"),
+        # without a GPU here, the machine that is planned for has those that are named
+        num_gpus=torch.cuda.device_count() or max(gpus, default=0) + 1,
+    )
+
+
+def _check_resume(
+    config: Config,
+    resume: Path,
+    rows: TrainingRows | None,
+    draft: DSparkConfig,
+    sizes: Sizes,
+    processes: int,
+) -> None:
+    state = checkpoint.read_state(resume)
+    now = changes.structure(
+        config,
+        rows={} if rows is None else identity(rows),
+        shape=build.shape(draft),
+        global_batch=sizes.batch(processes)["global_batch"],
+    )
+    # the fingerprint needs weights, and what cannot be known here is left to the run
+    checkpoint.check_structure({key: state.structure.get(key) for key in now}, now, resume)
+    schedule = sizes.schedule(processes)
+    if schedule is not None:
+        changes.check_length(state, resume, config, schedule)
 
 
 def share(text: str) -> float:

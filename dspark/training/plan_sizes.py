@@ -83,17 +83,23 @@ class Sizes:
             total, epochs = plan.total_steps, plan.epoch(plan.total_steps)
         elif total is None:
             epochs = float(settings.epochs)
-        warmup = None
-        if total is not None:
-            schedule = Schedule(
-                peak=settings.lr,
-                total_steps=total,
-                warmup_ratio=settings.warmup_ratio,
-                kind=settings.schedule,
-            )
-            warmup = schedule.warmup_steps
+        warmup = None if total is None else self._schedule(total).warmup_steps
         tokens = None if total is None else total * self.batch(processes)["tokens_per_step"]
         return {"total": total, "epochs": epochs, "warmup": warmup, "tokens": tokens}
+
+    def schedule(self, processes: int) -> Schedule | None:
+        """Learning rates; None where the data decides the number of steps and is not there."""
+        total = self.steps(processes)["total"]
+        return None if total is None else self._schedule(total)
+
+    def _schedule(self, total: int) -> Schedule:
+        settings = self._config.train
+        return Schedule(
+            peak=settings.lr,
+            total_steps=total,
+            warmup_ratio=settings.warmup_ratio,
+            kind=settings.schedule,
+        )
 
     def memory(self, holding: Holding, processes: int) -> dict[str, Any]:
         settings = self._config.train
@@ -107,6 +113,7 @@ class Sizes:
             grad_accumulation=settings.grad_accumulation,
             gradient_checkpointing=settings.gradient_checkpointing,
             compiled=settings.compile and holding in ("replicated", "zero2"),
+            averaged=settings.ema_decay is not None,
         )
         loss = self._config.loss
         given = (self._draft, self._trainable, self._target)
@@ -117,6 +124,7 @@ class Sizes:
         return {
             **found,
             "budget": budget,
+            "budget_assumed": not torch.cuda.is_available(),
             "largest_batch_size": largest_batch(*given, shape, loss, room=budget),
         }
 
@@ -138,7 +146,7 @@ class Sizes:
 
     def disk(self) -> dict[str, Any]:
         settings = self._config.train
-        each = _STATE_BYTES * self._trainable
+        each = (_STATE_BYTES + (4 if settings.ema_decay is not None else 0)) * self._trainable
         # `best` is one more, and so is the one being written before the oldest goes
         most = settings.keep + 1 + bool(settings.validation_prompts)
         shards = None
@@ -177,13 +185,22 @@ class Sizes:
         whole = sum(flops.values())
         rate = PEAK_TFLOPS * 1e12 * self._mfu
         total = self.steps(processes)["total"]
-        hours = None if total is None else total * whole / rate / 3600
+        seconds, gpus, waiting = whole / rate / processes, processes, None
+        if self._split:
+            groups = settings.target_devices
+            # of a target on several devices one computes at a time
+            waiting = self._target_flops(processes) / rate / len(groups)
+            seconds = max(seconds, waiting)
+            gpus += len({name for group in groups for name in group.split("+")})
+        hours = None if total is None else total * seconds / 3600
         return {
             "tflop_per_step": {name: value / 1e12 for name, value in flops.items()},
             "tflop_per_step_total": whole / 1e12,
             "assumed_mfu": self._mfu,
             "assumed_peak_tflops": PEAK_TFLOPS,
-            "seconds_per_step": whole / rate / processes,
-            "gpu_hours": hours,
-            "hours": None if hours is None else hours / processes,
+            "seconds_per_step": seconds,
+            "target_seconds_per_step": waiting,
+            "gpus": gpus,
+            "gpu_hours": None if hours is None else hours * gpus,
+            "hours": hours,
         }

@@ -8,7 +8,7 @@ from dspark.config import Config
 __all__ = ["lines", "warnings"]
 
 _GIB = 2**30
-_NO_PARTS = ("peak", "budget", "largest_batch_size")
+_NO_PARTS = ("peak", "budget", "budget_assumed", "largest_batch_size")
 
 
 def lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -117,7 +117,8 @@ def _memory(memory: Mapping[str, Any]) -> str:
         if name not in _NO_PARTS
     )
     return (
-        f"ESTIMATED peak a GPU {memory['peak'] / _GIB:,.1f} GiB of {memory['budget'] / _GIB:,.0f}; "
+        f"ESTIMATED peak a GPU {memory['peak'] / _GIB:,.1f} GiB of "
+        f"{'an ASSUMED ' * memory['budget_assumed']}{memory['budget'] / _GIB:,.0f}; "
         f"parts, not all at one time: {parts}; largest batch_size {memory['largest_batch_size']:,}"
     )
 
@@ -125,8 +126,10 @@ def _memory(memory: Mapping[str, Any]) -> str:
 def _cost(cost: Mapping[str, Any]) -> str:
     parts = ", ".join(f"{name} {_figure(value)}" for name, value in cost["tflop_per_step"].items())
     hours = ""
+    if cost["target_seconds_per_step"] is not None:
+        hours = f" (the target's workers {cost['target_seconds_per_step']:,.3g}; both at a time)"
     if cost["gpu_hours"] is not None:
-        hours = f", {cost['gpu_hours']:,.1f} GPU-hours ({cost['hours']:,.1f} h)"
+        hours += f", {cost['gpu_hours']:,.1f} GPU-hours ({cost['hours']:,.1f} h)"
     return (
         f"{_figure(cost['tflop_per_step_total'])} TFLOP a step ({parts}); ASSUMED MFU "
         f"{cost['assumed_mfu']:g} of {cost['assumed_peak_tflops']:,.0f} TFLOP/s (bf16): "

@@ -22,9 +22,10 @@ from dspark import config_io, provenance
 from dspark.config import Config
 from dspark.errors import CheckpointError, ConfigError, DSparkError, unwritable
 from dspark.progress import quiet_transformers
+from dspark.target import peek
 from dspark.training import checkpoint, launch, plan, plan_text, tracker
 from dspark.training.signals import EXIT_INTERRUPTED
-from dspark.training.split.devices import devices_of
+from dspark.training.split.devices import check_spread, devices_of
 from dspark.training.split.pool import TargetPool
 from dspark.training.trainer import Trainer, TrainReport
 
@@ -133,9 +134,12 @@ def target_pool(config: Config, accelerator: Accelerator) -> TargetPool:
     Raises:
         ConfigError: `train.target_devices` cannot be used.
     """
+    names = config.train.target_devices
+    if any("+" in name for name in names):
+        check_spread(names, config.target.path, ling=peek(config.target)[0] is not None)
     local_trainers = os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)
     devices = devices_of(
-        config.train.target_devices,
+        names,
         local_index=accelerator.local_process_index,
         local_trainers=int(local_trainers),
         training=accelerator.device,

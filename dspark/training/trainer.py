@@ -124,13 +124,12 @@ class Trainer:
         check_features(config, self.target, layer_ids, tokenizer)
         self.structure = {
             "target": self.target.fingerprint(),
-            **identity(rows),
-            "data.max_length": config.data.max_length,
-            "data.pack_length": config.data.pack_length,
-            "train.seed": settings.seed,
-            "train.num_anchors": settings.num_anchors,
-            "global batch (batch_size x grad_accumulation x processes)": self.plan.global_batch,
-            **build.shape(draft_config),
+            **changes.structure(
+                config,
+                rows=identity(rows),
+                shape=build.shape(draft_config),
+                global_batch=self.plan.global_batch,
+            ),
         }
         if saved is None:
             self.draft = build.initial_draft(
@@ -138,7 +137,7 @@ class Trainer:
             )
         else:
             checkpoint.check_structure(saved.state.structure, self.structure, saved.path)
-            changes.check_length(saved, config, self.schedule)
+            changes.check_length(saved.state, saved.path, config, self.schedule)
             changes.warn(saved, config)
             self.draft = build.restored_draft(
                 draft_config, saved.weights, self.target, where=str(saved.path)

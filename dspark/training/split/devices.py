@@ -7,7 +7,21 @@ import torch
 
 from dspark.errors import ConfigError
 
-__all__ = ["devices_of"]
+__all__ = ["check_spread", "devices_of"]
+
+
+def check_spread(names: Sequence[str], target: str, *, ling: bool) -> None:
+    """Only a Ling-3.0 target can lie on several devices.
+
+    Raises:
+        ConfigError: one of ``names`` is several devices, and ``target`` is another.
+    """
+    several = next((name for name in names if "+" in name), None)
+    if several is not None and not ling:
+        raise ConfigError(
+            f"train.target_devices holds '{several}', several devices for one target, which is for "
+            f"Ling-3.0 targets and '{target}' is none: name single devices"
+        )
 
 
 def devices_of(
