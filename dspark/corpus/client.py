@@ -73,13 +73,18 @@ class Client:
         """Attempts behind the first, over all requests."""
         self._settings = settings
         key = os.environ.get(settings.api_key_env, "")
-        count = settings.concurrency
+        trusted = httpx.create_ssl_context()
         try:
-            self._http = httpx.AsyncClient(
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                limits=httpx.Limits(max_connections=count, max_keepalive_connections=count),
-                timeout=httpx.Timeout(None, connect=min(30.0, settings.request_timeout_s)),
-            )
+            # a pool looks through all its connections for every request, which at hundreds of them
+            # costs more than the request; so each connection is a pool of its own
+            self._idle = [
+                httpx.AsyncClient(
+                    headers={"Authorization": f"Bearer {key}"} if key else {},
+                    timeout=httpx.Timeout(None, connect=min(30.0, settings.request_timeout_s)),
+                    verify=trusted,
+                )
+                for _ in range(settings.concurrency)
+            ]
             httpx.URL(self.root)
         except (httpx.InvalidURL, UnicodeEncodeError, ValueError):
             raise ConfigError(
@@ -96,7 +101,8 @@ class Client:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._http.aclose()
+        for http in self._idle:
+            await http.aclose()
 
     async def find(self) -> tuple[Api, str]:
         """API and model name, asked of the server where the settings leave them open.
@@ -172,14 +178,17 @@ class Client:
 
     async def _once(self, method: str, path: str, body: dict[str, Any] | None, attempt: int) -> Any:
         limit = self._settings.request_timeout_s
+        http = self._idle.pop()
         try:
             async with asyncio.timeout(limit):
-                response = await self._http.request(method, self.root + path, json=body)
+                response = await http.request(method, self.root + path, json=body)
         except (TimeoutError, httpx.TimeoutException):
             raise _Again(Failure.TIMED_OUT, f"no answer within {limit:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             # also a body that ends before its length
             raise _Again(Failure.CONNECTION, _line(str(error) or type(error).__name__)) from None
+        finally:
+            self._idle.append(http)
         status = response.status_code
         if status >= 400:
             self._problem(response, attempt)

@@ -35,6 +35,8 @@ class FakeEngine:
     say: Callable[[list[int]], str] | None = None
     """Text of the answer; None draws one from the prompt."""
     delay_s: float = 0.0
+    gate: int = 0
+    """The first answers wait until so many requests are in flight at once."""
     gives_ids: bool = True
     message: dict[str, Any] = field(default_factory=dict)
     """Fields of a chat answer's message, over its text."""
@@ -49,7 +51,7 @@ class FakeEngine:
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._number = 0
+        self.asked = 0
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -75,12 +77,12 @@ class FakeEngine:
 
     def answer(self, ids: Sequence[int], seed: int) -> list[int]:
         """New ids, the end of the turn included."""
+        new: list[int]
         if self.say is not None:
-            text = self.say(list(ids))
+            new = self.tokenizer(self.say(list(ids)), add_special_tokens=False)["input_ids"]
         else:
             digest = hashlib.sha256(f"{list(ids)} {seed}".encode()).hexdigest()
-            text = digest[: 3 + int(digest[0], 16)]
-        new: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            new = self.tokenizer.convert_tokens_to_ids(list(digest[: 3 + int(digest[0], 16)]))
         return [*new, self.tokenizer.eos_token_id]
 
     def _serve(self) -> None:
@@ -127,7 +129,7 @@ class FakeEngine:
             self.in_flight -= 1
 
     async def _reply(self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> bool:
-        number, self._number = self._number, self._number + 1
+        number, self.asked = self.asked, self.asked + 1
         if "messages" in body:
             mode = body.get("chat_template_kwargs", {}).get("enable_thinking")
             ids = generation_prompt_ids(
@@ -136,6 +138,8 @@ class FakeEngine:
         else:
             ids = body["input_ids"] if path == "/generate" else body["prompt"]
         kind = self.fault(number, ids)
+        while self.most_in_flight < self.gate:
+            await asyncio.sleep(0.01)
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         if kind in _STATUS:
