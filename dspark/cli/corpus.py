@@ -55,11 +55,14 @@ def _sample(
         raise ConfigError("sample.prompts is empty; give --prompts with files, globs or hub ids")
     rejects = Rejects()
     ask = settings.sample
-    expand(ask.prompts)  # a source that is not there is told before anything is loaded or asked
+    # a source that is not there is told before anything is loaded or asked
+    if ask.endpoint is None:
+        rows = read_prompts(ask.prompts, ask.limit, rejects, with_tools=True)
+    else:
+        expand(ask.prompts)
     tokenizer = load_tokenizer(settings.target)
     check_template(tokenizer)
     if ask.endpoint is None:
-        rows = read_prompts(ask.prompts, ask.limit, rejects, with_tools=True)
         report = sample_responses(load(settings.target), tokenizer, rows, ask)
     else:
         lazy = iterate_prompts(ask.prompts, ask.limit, rejects, with_tools=True)

@@ -424,3 +424,36 @@ def test_regenerating_all_needs_an_endpoint(tokenizer: Any, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"regenerate is all, which needs sample\.endpoint"):
         sample_responses(tiny_target(), tokenizer, prompts(1), chosen, tmp_path / "r.jsonl")
     assert not os.listdir(tmp_path)
+
+
+def test_the_command_asks_the_endpoint_and_tells_of_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dspark.cli import main
+
+    save_tiny_target(tmp_path / "t")
+    # the weights are elsewhere
+    (tmp_path / "t" / "model.safetensors").unlink()
+    out = tmp_path / "rows.jsonl"
+    rows = [{"id": prompt.id, "messages": prompt.messages} for prompt in prompts(5)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def told(code: int) -> tuple[dict[str, Any], str]:
+        words = ["--target", str(tmp_path / "t"), "--prompts", str(tmp_path / "prompts.jsonl")]
+        words += ["--out", str(out), "--endpoint", engine.url, "--json", "sample.concurrency=2"]
+        monkeypatch.setattr("sys.argv", ["dspark", "sample", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code or 0) == code
+        said = capsys.readouterr()
+        return json.loads(said.out.splitlines()[-1]), said.err
+
+    with FakeEngine(tiny_tokenizer(), fault=lambda n, ids: "400" if n == 0 else None) as engine:
+        report, stderr = told(1)
+        assert report["errors"] == {"refused": 1}
+        assert (report["written"], report["rows"]["read"]) == (4, 5)
+        assert f"1 rows were not answered (refused 1), see {errors_file(out)}" in stderr
+        report, stderr = told(0)
+        assert "error" not in stderr
+        assert (report["written"], report["resumed"], report["errors"]) == (1, 4, {})
+    assert len(read_back(out)) == 5
