@@ -72,7 +72,11 @@ class Client:
         self.retries = 0
         """Attempts behind the first, over all requests."""
         self._settings = settings
-        key = os.environ.get(settings.api_key_env, "")
+        key = os.environ.get(settings.api_key_env, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(
+                f"the key in {settings.api_key_env} cannot be sent: it must be one line of ASCII"
+            )
         trusted = httpx.create_ssl_context()
         try:
             # a pool looks through all its connections for every request, which at hundreds of them
@@ -86,10 +90,10 @@ class Client:
                 for _ in range(settings.concurrency)
             ]
             httpx.URL(self.root)
-        except (httpx.InvalidURL, UnicodeEncodeError, ValueError):
+        except httpx.InvalidURL as error:
             raise ConfigError(
-                f"sample.endpoint '{settings.endpoint}' or the key in {settings.api_key_env} "
-                "cannot be sent; the endpoint is a URL such as http://host:30000/v1"
+                f"sample.endpoint '{settings.endpoint}' is no URL ({error}); give one such as "
+                "http://host:30000/v1"
             ) from None
 
     async def __aenter__(self) -> Self:
@@ -222,7 +226,7 @@ class Client:
         raise Failed(Failure.REFUSED, detail, attempt)
 
     def _hide(self, text: str) -> str:
-        key = os.environ.get(self._settings.api_key_env)
+        key = os.environ.get(self._settings.api_key_env, "").strip()
         return text.replace(key, "***") if key else text
 
 

@@ -137,6 +137,7 @@ class _Sink:
 
     def __init__(self, writer: ResponseWriter, out: Path, report: SampleReport, bar: Bar) -> None:
         self._writer = writer
+        self._out = out
         self._errors = errors_file(out)
         self._report = report
         self._bar = bar
@@ -144,6 +145,21 @@ class _Sink:
         self._lock = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None
         self._started = time.monotonic()
+
+    def check_engine(self, engine: str) -> None:
+        """Refuse a file that another engine began: its draws, maybe its weights, are others.
+
+        Raises:
+            ConfigError: names both.
+        """
+        with open(self._out, "rb") as file:
+            line = file.readline()
+        begun = json.loads(line).get("engine") if line else engine
+        if begun != engine:
+            raise ConfigError(
+                f"sample.out '{self._out}' was sampled from {begun}, and sample.endpoint is now "
+                f"{engine}; choose another file"
+            )
 
     async def put(self, outcome: _Outcome) -> None:
         """Return when ``outcome`` is on disk."""
@@ -228,6 +244,7 @@ class _Run:
     async def all(self, tasks: Iterator[Task]) -> None:
         async with self._client:
             self._api, self._model = await self._client.find()
+            self._sink.check_engine(f"{self._api}:{self._model}")
             workers = [
                 asyncio.create_task(self._work(tasks)) for _ in range(self._settings.concurrency)
             ]

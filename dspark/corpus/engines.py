@@ -128,7 +128,9 @@ def _sglang(body: Any, question: Question) -> Answer:
     kind, matched = (
         (reason.get("type"), reason.get("matched")) if isinstance(reason, dict) else (reason, None)
     )
-    _same_count(meta.get("prompt_tokens"), question)
+    count = meta.get("prompt_tokens")
+    if isinstance(count, int) and count != len(question.ids):
+        raise _another_prompt("sglang", f"{count} tokens, not {len(question.ids)}")
     ids = _ids(body.get("output_ids"))
     return Answer(
         _with_end(ids, kind, matched, question), _finish(kind), _text(body.get("text") or "")
@@ -144,12 +146,11 @@ def _openai(api: Api, body: Any, question: Question) -> Answer:
     choice = choices[0]
     echoed = _ids(choice.get("prompt_token_ids") or body.get("prompt_token_ids"))
     if echoed is not None and echoed != question.ids:
-        if api == "openai":
-            raise RowError(Reason.OTHER_PROMPT, "the server's chat template is not the target's")
-        raise BadAnswer("the answer to another prompt")
+        raise _another_prompt(api, "other ids")
     usage = body.get("usage")
-    if api == "vllm" and isinstance(usage, dict):
-        _same_count(usage.get("prompt_tokens"), question)
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    if isinstance(count, int) and count != len(question.ids):
+        raise _another_prompt(api, f"{count} tokens, not {len(question.ids)}")
     kind = choice.get("finish_reason")
     ids = _with_end(_ids(choice.get("token_ids")), kind, choice.get("stop_reason"), question)
     if api == "vllm":
@@ -172,9 +173,13 @@ def _finish(kind: Any) -> str:
     return _ENDED[kind]
 
 
-def _same_count(count: Any, question: Question) -> None:
-    if isinstance(count, int) and count != len(question.ids):
-        raise BadAnswer(f"the answer to a prompt of {count} tokens, not {len(question.ids)}")
+def _another_prompt(api: Api, how: str) -> Exception:
+    """Where the server renders the prompt, asking again would change nothing."""
+    if api == "openai":
+        return RowError(
+            Reason.OTHER_PROMPT, f"the server's template renders the prompt otherwise: {how}"
+        )
+    return BadAnswer(f"the answer to another prompt: {how}")
 
 
 def _text(value: Any) -> str:

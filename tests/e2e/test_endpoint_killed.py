@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import random
 import signal
 import time
@@ -109,3 +110,31 @@ def test_every_row_ends_exactly_once(tmp_path: Path, start: Callable[[Path], Cli
     assert sum(parts) == ROWS
     # and what stands there can be trained on
     assert sum(1 for _ in read_responses([str(out)], vocab_size=len(tokenizer))) == len(written)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_an_interrupt_keeps_what_was_answered(
+    tmp_path: Path, start: Callable[[Path], Client]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    write_rows(tmp_path / "prompts.jsonl", [{"id": f"p{i}", "text": f"{i}"} for i in range(200)])
+    with FakeEngine(tiny_tokenizer(), delay_s=0.05) as engine:
+        settings = {"endpoint": engine.url, "concurrency": 4}
+        (tmp_path / "settings.json").write_text(json.dumps(settings))
+        child = start(tmp_path)
+        while engine.asked < 30 and child.is_alive():
+            time.sleep(0.01)
+        os.kill(child.pid, signal.SIGINT)
+        child.join(60)
+        assert child.exitcode == 1
+        kept = [json.loads(line)["id"] for line in out.read_text().splitlines()]
+        assert 30 - 4 <= len(kept) < 200
+        engine.delay_s = 0
+        last = start(tmp_path)
+        last.join(100)
+        assert last.exitcode == 0
+        # only what was on its way is asked a second time
+        assert engine.asked <= 200 + 4
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["resumed"], report["written"]) == (len(kept), 200 - len(kept))

@@ -144,7 +144,8 @@ class FakeEngine:
             await asyncio.sleep(self.delay_s)
         if kind in _STATUS:
             status, extra = _STATUS[kind]
-            return await _send(writer, status, '{"error": "told to fail"}', extra)
+            key = self.seen[-1].headers.get("authorization", "") if self.seen else ""
+            return await _send(writer, status, f'{{"error": "told to fail"}}{key}', extra)
         if kind == "drop":
             return False
         if kind == "stall":
@@ -195,7 +196,10 @@ class FakeEngine:
         else:
             choice["text"] = text
         count = {"no_choice": 0, "two_choices": 2}.get(kind or "", 1)
-        answer: dict[str, Any] = {"choices": [choice] * count}
+        answer: dict[str, Any] = {
+            "choices": [choice] * count,
+            "usage": {"prompt_tokens": len(prompt)},
+        }
         if self.gives_ids:
             (answer if "messages" in body else choice)["prompt_token_ids"] = prompt
         return answer

@@ -284,6 +284,24 @@ def test_a_server_with_another_template_is_told_apart(
         chosen = settings(engine, endpoint_api="openai")
         with pytest.raises(DataError, match="other_prompt 3"):
             sample_endpoint(target, tokenizer, prompts(3), chosen, tmp_path / "r.jsonl")
+        # an engine without ids tells by its count
+        engine.gives_ids = False
+        chosen = settings(engine, endpoint_api="openai", allow_retokenized=True)
+        with pytest.raises(DataError, match=r"other_prompt 3.*\d+ tokens, not \d+"):
+            sample_endpoint(target, tokenizer, prompts(3), chosen, tmp_path / "s.jsonl")
+
+
+def test_a_file_of_one_engine_is_not_gone_on_with_by_another(
+    target: Outline, tokenizer: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "r.jsonl"
+    with FakeEngine(tokenizer) as engine:
+        sample_endpoint(target, tokenizer, prompts(2), settings(engine), out)
+        before = out.read_bytes()
+        engine.owner = "sglang"
+        with pytest.raises(ConfigError, match=r"sampled from vllm:served, .* now sglang:served"):
+            sample_endpoint(target, tokenizer, prompts(3), settings(engine), out)
+    assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang", "openai"])
@@ -352,6 +370,10 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
         engine.seen.clear()
         sample_endpoint(target, tokenizer, prompts(3), chosen, out)
         assert all("authorization" not in one.headers for one in engine.seen)
+    monkeypatch.setenv("MY_KEY", "s3cret\u20ac")
+    with pytest.raises(ConfigError, match="the key in MY_KEY cannot be sent") as told:
+        sample_endpoint(target, tokenizer, prompts(4), chosen, out)
+    assert "s3cret" not in str(told.value)
     written = "".join(one.read_text() for one in tmp_path.iterdir()) + caplog.text
     assert "s3cret" not in written + chosen.model_dump_json()
 
