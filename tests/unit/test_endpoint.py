@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,30 @@ def test_rows_agree_with_the_in_process_samplers(
     assert engine.seen == []
 
 
+def test_what_rows_must_share_has_its_part_in_the_settings_hash(
+    target: Outline, tokenizer: Any
+) -> None:
+    def digest(asked: Outline = target, **changes: Any) -> str:
+        return sampling.origin_of(asked, tokenizer, settings("http://a", **changes))[
+            "settings_hash"
+        ]
+
+    different = {
+        digest(),
+        digest(replace(target, name="other")),
+        digest(replace(target, revision="other")),
+        digest(model="other"),
+        digest(regenerate="all"),
+        digest(allow_retokenized=True),
+        digest(seed=6),
+        digest(max_new_tokens=41),
+        digest(settings=MIXED[:2]),
+    }
+    assert len(different) == 9
+    # where it runs and how fast is nobody's business
+    assert digest() == digest(endpoint="http://b", concurrency=3, max_retries=9)
+
+
 def test_auto_asks_the_server_what_it_is(target: Outline, tokenizer: Any, tmp_path: Path) -> None:
     for owner, path in (
         ("vllm", "/v1/completions"),
@@ -365,6 +390,10 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
         chosen = settings(engine, api_key_env="MY_KEY")
         report = sample_endpoint(target, tokenizer, prompts(3), chosen, out)
         assert report.errors == {"refused": 1}
+        # this server repeats the key in its complaint
+        listed = errors_file(out).read_text()
+        assert "***" in listed
+        assert "s3cret" not in listed
         assert all(one.headers["authorization"] == "Bearer s3cret" for one in engine.seen)
         monkeypatch.delenv("MY_KEY")
         engine.seen.clear()
