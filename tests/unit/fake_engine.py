@@ -142,6 +142,8 @@ class FakeEngine:
             await asyncio.sleep(0.01)
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
+        if kind == "slow":
+            await asyncio.sleep(0.5)
         if kind in _STATUS:
             status, extra = _STATUS[kind]
             key = self.seen[-1].headers.get("authorization", "") if self.seen else ""

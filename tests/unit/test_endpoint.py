@@ -433,11 +433,12 @@ def test_a_source_that_breaks_off_loses_no_answer(
         raise DataError("cannot read the rest")
 
     out = tmp_path / "r.jsonl"
+    # the last answer is still on its way when the source breaks off
     with (
-        FakeEngine(tokenizer, delay_s=0.02) as engine,
+        FakeEngine(tokenizer, fault=lambda n, ids: "slow" if n == 8 else None) as engine,
         pytest.raises(DataError, match="cannot read the rest"),
     ):
-        sample_endpoint(target, tokenizer, broken(), settings(engine), out)
+        sample_endpoint(target, tokenizer, broken(), settings(engine, concurrency=2), out)
     assert len(read_back(out)) == 9
 
 
