@@ -81,7 +81,6 @@ def sample_endpoint(
         log.info("%s: resuming behind %d rows", out, len(present))
     report = SampleReport()
     with ResponseWriter(out) as writer, Bar("sampling", None) as bar:
-        errors_file(out).unlink(missing_ok=True)
         run = _Run(target, tokenizer, settings, origin, report, _Sink(writer, out, report, bar))
         tasks = _Lazy(
             tasks_of(
@@ -146,8 +145,9 @@ class _Sink:
         self._writing: asyncio.Task[None] | None = None
         self._started = time.monotonic()
 
-    def check_engine(self, engine: str) -> None:
-        """Refuse a file that another engine began: its draws, maybe its weights, are others.
+    def begin(self, engine: str) -> None:
+        """Refuse a file of another engine (its draws, maybe its weights, are others); drop the
+        last run's list of errors, which are about to be asked again.
 
         Raises:
             ConfigError: names both.
@@ -160,6 +160,7 @@ class _Sink:
                 f"sample.out '{self._out}' was sampled from {begun}, and sample.endpoint is now "
                 f"{engine}; choose another file"
             )
+        self._errors.unlink(missing_ok=True)
 
     async def put(self, outcome: _Outcome) -> None:
         """Return when ``outcome`` is on disk."""
@@ -244,7 +245,7 @@ class _Run:
     async def all(self, tasks: Iterator[Task]) -> None:
         async with self._client:
             self._api, self._model = await self._client.find()
-            self._sink.check_engine(f"{self._api}:{self._model}")
+            self._sink.begin(f"{self._api}:{self._model}")
             workers = [
                 asyncio.create_task(self._work(tasks)) for _ in range(self._settings.concurrency)
             ]

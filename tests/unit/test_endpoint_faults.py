@@ -195,12 +195,14 @@ def test_a_dead_server_ends_the_run_before_every_row_is_an_error(
 
 
 def test_a_server_that_is_not_there_is_a_sentence(
-    tokenizer: Any, run: Callable[..., SampleReport]
+    tokenizer: Any, tmp_path: Path, run: Callable[..., SampleReport]
 ) -> None:
-    with FakeEngine(tokenizer) as engine:
-        pass
+    with FakeEngine(tokenizer, fault=first("400", 1)) as engine:
+        run(engine, 3)
     with pytest.raises(RunError, match=r"does not list its models after 3 attempts: connection"):
         run(engine, 3)
+    # nothing was asked, so what failed before still stands
+    assert len(ids_in(errors_file(tmp_path / "r.jsonl"))) == 3
 
 
 def test_a_resumed_run_asks_for_what_is_missing(
