@@ -122,6 +122,46 @@ class SampleSettings(_Settings):
     batch_size: PositiveInt = 16
     """Rows decoded together by the in-process sampler."""
     seed: int = 0
+    regenerate: Literal["last", "all"] = "last"
+    """all: every assistant turn is answered anew, each seeing the new turns before it. Endpoint
+    only."""
+    endpoint: str | None = None
+    """Base URL of a server that holds the target, such as http://host:30000/v1; None samples in
+    this process."""
+    endpoint_api: Literal["auto", "openai", "vllm", "sglang"] = "auto"
+    """vllm: /v1/completions; sglang: /generate; openai: /v1/chat/completions. auto asks the
+    server's list of models."""
+    model: str | None = None
+    """Name under which the endpoint serves the target; None takes the first it lists."""
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Conversations in flight at the endpoint."""
+    request_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    """Seconds that one request may take as a whole."""
+    max_retries: Annotated[int, Field(ge=0)] = 5
+    """Further attempts after a failure that may pass: 429, 5xx, time-outs, broken answers."""
+    api_key_env: str = "DSPARK_API_KEY"
+    """Name of the environment variable that holds the endpoint's key, if it wants one."""
+    allow_retokenized: bool = False
+    """Take answers of an endpoint that returns no token ids, tokenised again and marked
+    `retokenized`: the ids may then differ from those that were sampled."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_a_url(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        if not url.startswith(("http://", "https://")) or url.rstrip("/").endswith(":"):
+            raise ValueError("must be a URL such as http://host:30000/v1")
+        if "@" in url or "?" in url:
+            raise ValueError("must hold no key; name the variable that does in api_key_env")
+        return url.rstrip("/")
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        if not name.isidentifier():
+            raise ValueError("must be the name of an environment variable, never the key itself")
+        return name
 
     @field_validator("settings")
     @classmethod

@@ -19,18 +19,28 @@ def _sample(
     prompts: Annotated[list[str] | None, typer.Option(help="Files, globs or hub ids.")] = None,
     out: Annotated[str | None, typer.Option(help="responses.jsonl to write or go on with.")] = None,
     limit: Annotated[int | None, typer.Option(help="First N prompts.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of a vLLM, SGLang or OpenAI-like server of the target.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answer prompts with the target; go on where an interrupted run stopped.
 
+    With --endpoint a server answers, and the target's weights are not loaded here. Rows that it
+    fails to answer are listed in OUT.errors.jsonl, the exit code is then 1, and the same command
+    asks them again.
+
     Example: dspark sample --target smollm2-135m --prompts data/prompts/demo.jsonl --limit 8
     """
     from dspark.corpus.chat import check_template
-    from dspark.corpus.prompts import read_prompts
+    from dspark.corpus.endpoint import errors_file, sample_endpoint
+    from dspark.corpus.files import expand
+    from dspark.corpus.prompts import iterate_prompts, read_prompts
     from dspark.corpus.rejects import Rejects
     from dspark.corpus.sampler import sample_responses
-    from dspark.errors import ConfigError
+    from dspark.errors import ConfigError, RunError
     from dspark.target import load, load_tokenizer
+    from dspark.target.outline import outline
 
     settings = read_config(
         config,
@@ -39,19 +49,37 @@ def _sample(
         override("sample.prompts", prompts),
         override("sample.out", out),
         override("sample.limit", limit),
+        override("sample.endpoint", endpoint),
     )
     if not settings.sample.prompts:
         raise ConfigError("sample.prompts is empty; give --prompts with files, globs or hub ids")
     rejects = Rejects()
-    rows = read_prompts(settings.sample.prompts, settings.sample.limit, rejects, with_tools=True)
+    ask = settings.sample
+    # a source that is not there is told before anything is loaded or asked
+    if ask.endpoint is None:
+        rows = read_prompts(ask.prompts, ask.limit, rejects, with_tools=True)
+    else:
+        expand(ask.prompts)
     tokenizer = load_tokenizer(settings.target)
     check_template(tokenizer)
-    report = sample_responses(load(settings.target), tokenizer, rows, settings.sample)
+    if ask.endpoint is None:
+        report = sample_responses(load(settings.target), tokenizer, rows, ask)
+    else:
+        lazy = iterate_prompts(ask.prompts, ask.limit, rejects, with_tools=True)
+        report = sample_endpoint(outline(settings.target), tokenizer, lazy, ask)
+    failed = report.errors.total()
     print(
-        f"{settings.sample.out}: {report.written} rows written, {report.resumed} there already, "
+        f"{ask.out}: {report.rejects.read} rows asked for = {report.written} written + "
+        f"{report.resumed} there already + {report.rejects.rejected} rejected + {failed} failed; "
         f"{report.new_tokens:,} new tokens at {report.tokens_per_s:,.0f}/s"
     )
-    finish({"out": settings.sample.out, "prompts": rejects.to_dict(), **report.to_dict()}, as_json)
+    finish({"out": ask.out, "prompts": rejects.to_dict(), **report.to_dict()}, as_json)
+    if failed:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in report.errors.most_common())
+        raise RunError(
+            f"{failed} rows were not answered ({kinds}), see {errors_file(Path(ask.out))}; "
+            "the same command asks them again"
+        )
 
 
 def _doctor(

@@ -39,7 +39,8 @@ class RawRow:
 def expand(sources: Sequence[str]) -> list[str]:
     """Files (as paths) and hub ids (as `hub://owner/name:split`) behind ``sources``, in order.
 
-    Folders are searched recursively; what a glob or folder finds is sorted by name.
+    Folders are searched recursively; what a glob or folder finds is sorted by name. A sampler's
+    list of failed rows (`.errors.jsonl`) is passed over unless it is named.
 
     Raises:
         DataError: no source is given, one does not exist, or one holds no readable file.
@@ -50,7 +51,7 @@ def expand(sources: Sequence[str]) -> list[str]:
     for source in sources:
         path = Path(source).expanduser()
         if source and path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if _readable(p))
+            inside = sorted(p for p in path.rglob("*") if _is_data(p))
             if not inside:
                 raise DataError(f"folder '{source}' holds no {', '.join(_SUFFIXES)} file")
             found += map(str, inside)
@@ -61,7 +62,7 @@ def expand(sources: Sequence[str]) -> list[str]:
                 )
             found.append(str(path))
         elif glob.has_magic(source):
-            matches = sorted(p for p in glob.glob(str(path), recursive=True) if _readable(Path(p)))
+            matches = sorted(p for p in glob.glob(str(path), recursive=True) if _is_data(Path(p)))
             if not matches:
                 raise DataError(f"glob '{source}' matches no {', '.join(_SUFFIXES)} file")
             found += matches
@@ -100,6 +101,10 @@ def read_rows(source: str, rejects: Rejects) -> Iterator[RawRow]:
             rejects.add(error, place)
             continue
         yield RawRow(place, source, row)
+
+
+def _is_data(path: Path) -> bool:
+    return _readable(path) and not path.name.endswith(".errors.jsonl")
 
 
 def _readable(path: Path) -> bool:

@@ -18,7 +18,7 @@ from dspark.corpus.messages import Message, Tool, conversation, tools_of, user_t
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.errors import DataError
 
-__all__ = ["Prompt", "content_id", "given_id", "parse_prompt", "read_prompts"]
+__all__ = ["Prompt", "content_id", "given_id", "iterate_prompts", "parse_prompt", "read_prompts"]
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +54,19 @@ def read_prompts(
         MissingPackageError: a source needs `dspark[data]`.
     """
     rejects = Rejects() if rejects is None else rejects
-    prompts = list(islice(_prompts(sources, rejects, with_tools), limit))
+    prompts = list(iterate_prompts(sources, limit, rejects, with_tools=with_tools))
     if rejects.rejected:
         log.warning("%s", rejects.explained())
     if prompts and (later := sum(bool(p.followups) for p in prompts)):
         log.info("%d of %d prompts have further user turns", later, len(prompts))
     return prompts
+
+
+def iterate_prompts(
+    sources: Sequence[str], limit: int | None, rejects: Rejects, *, with_tools: bool = False
+) -> Iterator[Prompt]:
+    """`read_prompts`, each row read when it is taken; only the ids of all are kept."""
+    return islice(_prompts(sources, rejects, with_tools), limit)
 
 
 def _prompts(sources: Sequence[str], rejects: Rejects, with_tools: bool) -> Iterator[Prompt]:

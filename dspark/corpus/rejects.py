@@ -43,6 +43,8 @@ class Reason(StrEnum):
     UNSTABLE_PREFIX = "unstable_prefix"
     REASONING_LOST = "reasoning_lost"
     PROMPT_TOO_LONG = "prompt_too_long"
+    NO_END_OF_TURN = "no_end_of_turn"
+    OTHER_PROMPT = "other_prompt"
     TOO_FEW_SUPERVISED = "too_few_supervised"
 
 

@@ -63,6 +63,14 @@ class Response:
     """Hash of everything that must agree for rows to stand in one file (`sampler`)."""
     source: str | None = None
     category: str | None = None
+    part: int = 0
+    """Number of this sequence among those of one conversation (its id then ends in `/part`)."""
+    parts: int = 1
+    """Sequences of the conversation, which stand behind one another in the file."""
+    engine: str | None = None
+    """Where it was sampled: `vllm:NAME`, `sglang:NAME` or `openai:NAME`; None: in process."""
+    retokenized: bool = False
+    """The engine returned text only; `input_ids` are the tokenizer's."""
 
     @property
     def key(self) -> str:
@@ -115,22 +123,44 @@ class ResponseWriter:
         os.fsync(self._file.fileno())
 
     def _repair(self, path: Path) -> None:
-        end = start = self._file.seek(0, os.SEEK_END)
-        newline = -1
+        end = self._file.seek(0, os.SEEK_END)
+        keep = self._line_start(end)
+        if keep < end:
+            self._file.seek(keep)
+            try:
+                json.loads(self._file.read())
+                self._file.write(b"\n")
+                self._file.flush()
+                keep = end + 1
+            except ValueError:
+                log.warning("%s: dropping a half-written last line (%d bytes)", path, end - keep)
+                self._file.truncate(keep)
+        self._drop_unfinished(path, keep)
+
+    def _drop_unfinished(self, path: Path, end: int) -> None:
+        """Remove the sequences of a conversation whose last one did not get here."""
+        start = self._line_start(end - 1)
+        self._file.seek(start)
+        try:
+            row = json.loads(self._file.read(end - start) or b"{}")
+            part, parts = int(row.get("part", 0)), int(row.get("parts", 1))
+        except (ValueError, TypeError, AttributeError):
+            return  # nothing that a sampler wrote
+        if part >= parts - 1:
+            return
+        for _ in range(part):
+            start = self._line_start(start - 1)
+        log.warning("%s: dropping a half-written conversation at the end", path)
+        self._file.truncate(start)
+
+    def _line_start(self, end: int) -> int:
+        """Offset behind the last line feed before ``end``."""
+        start, newline = max(end, 0), -1
         while start > 0 and newline < 0:
             stop, start = start, max(0, start - (1 << 16))
             self._file.seek(start)
             newline = self._file.read(stop - start).rfind(b"\n")
-        keep = start + newline + 1
-        if keep == end:
-            return
-        self._file.seek(keep)
-        try:
-            json.loads(self._file.read())
-            self._file.write(b"\n")
-        except ValueError:
-            log.warning("%s: dropping a half-written last line (%d bytes)", path, end - keep)
-            self._file.truncate(keep)
+        return start + newline + 1
 
 
 def read_responses(
@@ -265,4 +295,8 @@ _FIELD_TYPES: dict[str, type] = {
     "settings_hash": str,
     "source": str,
     "category": str,
+    "part": int,
+    "parts": int,
+    "engine": str,
+    "retokenized": bool,
 }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dspark.cli import main
+from dspark.corpus.sampling import SampleReport
 from dspark.errors import DataError, RunError
 
 
@@ -127,13 +128,19 @@ def test_limits_of_sample_and_bench_reach_the_prompts(
     stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = stub("corpus.prompts.read_prompts", ["row"])
-    done = report(written=1, resumed=0, new_tokens=2, tokens_per_s=3.0)
-    sample = stub("corpus.sampler.sample_responses", done)
+    sample = stub("corpus.sampler.sample_responses", SampleReport(written=1))
     assert run(monkeypatch, "sample", "--prompts", "p", "--out", "o", "--limit", "5") == 0
     assert read.args[:2] == (("p",), 5)
     assert read.options == {"with_tools": True}
     assert sample.args[2] == ["row"]
     assert sample.args[3].out == "o"
+    asked = stub("corpus.endpoint.sample_endpoint", SampleReport(written=1))
+    lazy = stub("corpus.prompts.iterate_prompts", ["row"])
+    stub("corpus.files.expand", [])
+    at = ("--endpoint", "http://host:1/v1/")
+    assert run(monkeypatch, "sample", "--prompts", "p", "--limit", "5", *at) == 0
+    assert lazy.args[:2] == (("p",), 5)
+    assert asked.args[3].endpoint == "http://host:1/v1"
 
     stub("bench.prompt_sets.read_sets", {"a": [1, 2], "b": [3, 4]})
     measure = stub("bench.serving.measure", SimpleNamespace(table=str, to_dict=dict))

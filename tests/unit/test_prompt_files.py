@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dspark.corpus import tasks
+from dspark.corpus.files import expand
 from dspark.corpus.overlap import Overlap
 from dspark.corpus.prompts import Prompt, read_prompts
 
@@ -91,3 +92,11 @@ def test_an_exclude_glob_without_files_is_wrong_use(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == "error: --exclude nowhere/*.jsonl matches no file\n"
     assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_a_list_of_failed_rows_is_no_data_unless_named(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.jsonl.errors.jsonl"):
+        (tmp_path / name).write_text("{}")
+    rows = str(tmp_path / "rows.jsonl")
+    assert expand([str(tmp_path)]) == expand([str(tmp_path / "*.jsonl")]) == [rows]
+    assert expand([rows + ".errors.jsonl"]) == [rows + ".errors.jsonl"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dspark.config import SampleSettings, SamplingSetting
-from dspark.corpus import sampler
+from dspark.corpus import sampler, sampling
 from dspark.corpus.chat import generation_prompt_ids, template_hash
 from dspark.corpus.prompts import Prompt, read_prompts
 from dspark.corpus.rejects import Reason
@@ -191,7 +191,7 @@ def test_rows_do_not_depend_on_the_batch(target: Target, tokenizer: Any, tmp_pat
 
 
 def test_settings_are_chosen_by_weight() -> None:
-    chosen = [sampler._choose(settings(), f"prompt {i}", 0) for i in range(4000)]
+    chosen = [sampling.choose(settings(), f"prompt {i}", 0) for i in range(4000)]
     shares = [chosen.count(index) / len(chosen) for index in range(3)]
     # three standard errors of a share of 1/2 over 4000 draws
     assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.024)
@@ -359,8 +359,7 @@ def test_ids_behind_the_tokenizer_are_never_drawn(tokenizer: Any, tmp_path: Path
 
 def test_reasoning_is_told_apart_from_the_answer(tokenizer: Any) -> None:
     def answer(prompt: str, text: str) -> Any:
-        ids = (tokenizer(prompt)["input_ids"], tokenizer(text)["input_ids"])
-        return sampler._answer(tokenizer, *ids)
+        return sampling.assistant_message(tokenizer, tokenizer(prompt)["input_ids"], text)
 
     done = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
     assert answer("A\n<think>", "2+2</think>\n\n4") == done
