@@ -40,7 +40,7 @@ def _sample(
     from dspark.corpus.sampler import sample_responses
     from dspark.errors import ConfigError, RunError
     from dspark.target import load, load_tokenizer
-    from dspark.target.outline import outline
+    from dspark.target.remote import describe
 
     settings = read_config(
         config,
@@ -66,7 +66,7 @@ def _sample(
         report = sample_responses(load(settings.target), tokenizer, rows, ask)
     else:
         lazy = iterate_prompts(ask.prompts, ask.limit, rejects, with_tools=True)
-        report = sample_endpoint(outline(settings.target), tokenizer, lazy, ask)
+        report = sample_endpoint(describe(settings.target), tokenizer, lazy, ask)
     failed = report.errors.total()
     print(
         f"{ask.out}: {report.rejects.read} rows asked for = {report.written} written + "

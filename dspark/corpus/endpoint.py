@@ -63,7 +63,7 @@ def sample_endpoint(
     list (`errors_file`) is begun anew.
 
     Args:
-        target: an `Outline`, or the target itself.
+        target: a `Remote`, or the target itself.
         prompts: taken one by one, while others are being answered.
         out: the file; None is ``settings.out``.
 

@@ -47,7 +47,7 @@ class Origin(TypedDict):
 
 
 class Asked(Protocol):
-    """A target as samplers need it: a `Target`, or an `Outline` of one that a server holds."""
+    """A target as samplers need it: a `Target`, or a `Remote` of one that a server holds."""
 
     @property
     def name(self) -> str: ...

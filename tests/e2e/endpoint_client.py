@@ -10,7 +10,7 @@ from dspark.corpus import client
 from dspark.corpus.endpoint import sample_endpoint
 from dspark.corpus.prompts import iterate_prompts
 from dspark.corpus.rejects import Rejects
-from dspark.target.outline import Outline
+from dspark.target.remote import Remote
 from dspark.testing import tiny_tokenizer
 
 __all__ = ["run"]
@@ -22,7 +22,7 @@ def run(folder: Path) -> None:
     client.FIRST_PAUSE_S = 0.01
     tokenizer = tiny_tokenizer()
     report = sample_endpoint(
-        Outline("tiny", None, len(tokenizer), 512, frozenset({tokenizer.eos_token_id})),
+        Remote("tiny", None, len(tokenizer), 512, frozenset({tokenizer.eos_token_id})),
         tokenizer,
         iterate_prompts([str(folder / "prompts.jsonl")], None, Rejects()),
         SampleSettings.model_validate_json((folder / "settings.json").read_text()),

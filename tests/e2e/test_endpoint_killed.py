@@ -43,7 +43,7 @@ def start() -> Iterator[Callable[[Path], Client]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(550)
 def test_every_row_ends_exactly_once(tmp_path: Path, start: Callable[[Path], Client]) -> None:
     rng = random.Random(11)
     out = tmp_path / "rows.jsonl"
@@ -113,7 +113,7 @@ def test_every_row_ends_exactly_once(tmp_path: Path, start: Callable[[Path], Cli
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_an_interrupt_keeps_what_was_answered(
     tmp_path: Path, start: Callable[[Path], Client]
 ) -> None:

@@ -204,7 +204,7 @@ def test_a_killed_process_continues_to_the_bit(place: Path, tmp_path: Path) -> N
         process.kill()
         process.communicate()
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, env=environment, capture_output=True, text=True, timeout=480, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "going on from" in done.stderr

@@ -296,12 +296,12 @@ def started(place: Path, tmp_path: Path) -> Iterator[Started]:
 def test_a_dead_worker_ends_the_training_with_a_sentence(started: Started) -> None:
     kind = signal.SIGSEGV
     os.kill(started.workers[0], kind)
-    assert started.process.wait(30) == 1
+    assert started.process.wait(120) == 1
     text = started.log.read_text()
     (sentence,) = (line for line in text.splitlines() if line.startswith("error:"))
     assert f"the target worker on cpu was ended by {kind.name}" in sentence
     assert_no_noise(text)
-    until(lambda: all(gone(pid) for pid in started.workers), 10)
+    until(lambda: all(gone(pid) for pid in started.workers), 60)
 
 
 def test_after_a_killed_worker_a_run_goes_on_to_the_bit(
@@ -314,7 +314,7 @@ def test_after_a_killed_worker_a_run_goes_on_to_the_bit(
         process = subprocess.Popen(command, env=environment(), stderr=file)
     until(lambda: (out / "latest").exists(), LIMIT, running=process)
     os.kill(int(re.findall(r"on cpu: process (\d+)", log.read_text())[0]), signal.SIGKILL)
-    assert process.wait(30) == 1
+    assert process.wait(120) == 1
     text = log.read_text()
     assert "error: the target worker on cpu was ended by SIGKILL" in text
     assert_no_noise(text)
@@ -328,8 +328,8 @@ def test_after_a_killed_worker_a_run_goes_on_to_the_bit(
 
 def test_a_killed_trainer_takes_its_workers_along(started: Started) -> None:
     started.process.kill()
-    started.process.wait(10)
-    until(lambda: all(gone(pid) for pid in started.workers), 10)
+    started.process.wait(60)
+    until(lambda: all(gone(pid) for pid in started.workers), 60)
     assert_no_noise(started.log.read_text())
 
 
@@ -352,17 +352,17 @@ process.join()
         time.sleep(1)
         assert not gone(worker)
         trainer.kill()
-        until(lambda: gone(worker), 30)  # importing what it needs included
+        until(lambda: gone(worker), 120)  # importing what it needs included
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_of_them_saves_and_exits_with_75(started: Started, kind: Any) -> None:
     os.killpg(started.process.pid, kind)
-    assert started.process.wait(60) == 75
+    assert started.process.wait(120) == 75
     text = started.log.read_text()
     assert f"{kind.name}: saving at the next step boundary" in text
     assert_no_noise(text)
-    until(lambda: all(gone(pid) for pid in started.workers), 10)
+    until(lambda: all(gone(pid) for pid in started.workers), 60)
     saved = json.loads((started.out / "latest" / "trainer_state.json").read_text())
     assert f"interrupted at step {saved['step']} of 400" in text
 
@@ -376,7 +376,7 @@ def test_a_stopped_worker_is_waited_for(started: Started) -> None:
     time.sleep(1)
     assert log.read_text() == before
     os.kill(started.workers[0], signal.SIGCONT)
-    until(lambda: log.read_text() != before, 60, running=started.process)
+    until(lambda: log.read_text() != before, 120, running=started.process)
 
 
 def test_a_fault_of_the_worker_is_told(place: Path, tmp_path: Path) -> None:

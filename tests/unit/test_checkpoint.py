@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from dspark.config import Config
 from dspark.errors import CheckpointError, RunError
@@ -224,6 +225,26 @@ def test_a_changed_structure_names_the_key_and_both_values(tmp_path: Path) -> No
         checkpoint.check_structure(
             saved, {"train.seed": 0, "draft.target_layer_ids": (1, 2), "draft.new": 5}, tmp_path
         )
+
+
+def test_a_changed_setting_is_named_before_what_follows_from_it(tmp_path: Path) -> None:
+    then = {"data rows": 8, "data digest": "ab", "data.pack_length": 200}
+    now = {"data rows": 6, "data digest": "cd", "data.pack_length": 300}
+    with pytest.raises(CheckpointError, match=r"data.pack_length is 300 but .* with 200"):
+        checkpoint.check_structure(then, now, tmp_path)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("unexpected pos 8"), SafetensorError("I/O error")])
+def test_a_writer_with_words_of_its_own_is_a_sentence_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "save", refuse)
+    with pytest.raises(RunError, match=f"cannot write a checkpoint into .*: {error}"):
+        write(tmp_path, 3)
+    assert checkpoint.find_complete(tmp_path) == []
 
 
 def test_moments_come_back_under_their_names() -> None:

@@ -15,7 +15,7 @@ from dspark.corpus.responses import Response, read_responses
 from dspark.corpus.sampling import SampleReport
 from dspark.corpus.tool_calls import Call, given_calls, same_calls, split_calls
 from dspark.target.ling_chat import TEMPLATE as LING
-from dspark.target.outline import Outline
+from dspark.target.remote import Remote
 from dspark.testing import tiny_tokenizer
 from tests.unit.fake_engine import FakeEngine
 
@@ -47,7 +47,7 @@ def sample(
     source, out = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ends = frozenset({tokenizer.eos_token_id})
-    target = Outline("tiny", None, len(tokenizer), 2048, ends)
+    target = Remote("tiny", None, len(tokenizer), 2048, ends)
     with FakeEngine(tokenizer, say=say, **(engine or {})) as server:
         values = {
             "endpoint": server.url,
@@ -339,7 +339,7 @@ def test_a_failure_in_a_later_turn_is_the_whole_rows(tokenizer: Any, tmp_path: P
 def test_a_prompt_is_rejected_by_its_first_turn_only(tokenizer: Any) -> None:
     from dspark.corpus.sampling import tasks_of
 
-    target = Outline("tiny", None, len(tokenizer), 2048, frozenset({tokenizer.eos_token_id}))
+    target = Remote("tiny", None, len(tokenizer), 2048, frozenset({tokenizer.eos_token_id}))
     first = len(generation_prompt_ids(tokenizer, THREE[:1]))
     settings = SampleSettings(max_prompt_tokens=first, regenerate="all")
     prompt = Prompt("c", THREE[:-1], "m")

@@ -19,7 +19,7 @@ from dspark.corpus.responses import Response, read_responses
 from dspark.corpus.sampler import sample_responses
 from dspark.corpus.sampling import SampleReport
 from dspark.errors import ConfigError, DataError
-from dspark.target.outline import Outline, outline
+from dspark.target.remote import Remote, describe
 from dspark.testing import save_tiny_target, tiny_target, tiny_tokenizer
 from tests.unit.fake_engine import FakeEngine
 
@@ -36,8 +36,8 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def target(tokenizer: Any) -> Outline:
-    return Outline("tiny", None, len(tokenizer), 512, frozenset({tokenizer.eos_token_id}))
+def target(tokenizer: Any) -> Remote:
+    return Remote("tiny", None, len(tokenizer), 512, frozenset({tokenizer.eos_token_id}))
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -76,7 +76,7 @@ def adds_up(report: SampleReport) -> bool:
 
 @pytest.mark.parametrize("api", ["vllm", "sglang", "openai"])
 def test_the_body_says_the_settings_field_by_field(
-    target: Outline, tokenizer: Any, tmp_path: Path, api: str
+    target: Remote, tokenizer: Any, tmp_path: Path, api: str
 ) -> None:
     out = tmp_path / "r.jsonl"
     with FakeEngine(tokenizer) as engine:
@@ -130,7 +130,7 @@ def test_the_body_says_the_settings_field_by_field(
 
 
 def test_top_k_zero_is_no_limit_for_either_engine(
-    target: Outline, tokenizer: Any, tmp_path: Path
+    target: Remote, tokenizer: Any, tmp_path: Path
 ) -> None:
     # SGLang turns 0 away
     option = (SamplingSetting(top_k=0),)
@@ -142,7 +142,7 @@ def test_top_k_zero_is_no_limit_for_either_engine(
 
 @pytest.mark.parametrize("api", ["vllm", "sglang", "openai"])
 def test_rows_agree_with_the_in_process_samplers(
-    target: Outline, tokenizer: Any, tmp_path: Path, api: str
+    target: Remote, tokenizer: Any, tmp_path: Path, api: str
 ) -> None:
     here = tiny_target()
     sample_responses(here, tokenizer, prompts(10), settings("http://none/v1"), tmp_path / "h.jsonl")
@@ -192,9 +192,9 @@ def test_rows_agree_with_the_in_process_samplers(
 
 
 def test_what_rows_must_share_has_its_part_in_the_settings_hash(
-    target: Outline, tokenizer: Any
+    target: Remote, tokenizer: Any
 ) -> None:
-    def digest(asked: Outline = target, **changes: Any) -> str:
+    def digest(asked: Remote = target, **changes: Any) -> str:
         return sampling.origin_of(asked, tokenizer, settings("http://a", **changes))[
             "settings_hash"
         ]
@@ -215,7 +215,7 @@ def test_what_rows_must_share_has_its_part_in_the_settings_hash(
     assert digest() == digest(endpoint="http://b", concurrency=3, max_retries=9)
 
 
-def test_auto_asks_the_server_what_it_is(target: Outline, tokenizer: Any, tmp_path: Path) -> None:
+def test_auto_asks_the_server_what_it_is(target: Remote, tokenizer: Any, tmp_path: Path) -> None:
     for owner, path in (
         ("vllm", "/v1/completions"),
         ("sglang", "/generate"),
@@ -230,7 +230,7 @@ def test_auto_asks_the_server_what_it_is(target: Outline, tokenizer: Any, tmp_pa
                 sample_endpoint(target, tokenizer, prompts(2), other, tmp_path / "o.jsonl")
 
 
-def test_thinking_is_the_templates(target: Outline, tmp_path: Path) -> None:
+def test_thinking_is_the_templates(target: Remote, tmp_path: Path) -> None:
     tokenizer: Any = tiny_tokenizer()
     tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
     options = tuple(SamplingSetting(thinking=mode) for mode in (True, False, None))
@@ -253,7 +253,7 @@ def test_thinking_is_the_templates(target: Outline, tmp_path: Path) -> None:
     assert None in switches
 
 
-def test_a_cut_answer_teaches_no_end(target: Outline, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_cut_answer_teaches_no_end(target: Remote, tokenizer: Any, tmp_path: Path) -> None:
     out = tmp_path / "r.jsonl"
     with FakeEngine(tokenizer, say=lambda ids: "x" * 50) as engine:
         chosen = settings(engine, max_new_tokens=7)
@@ -266,7 +266,7 @@ def test_a_cut_answer_teaches_no_end(target: Outline, tokenizer: Any, tmp_path: 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 def test_an_end_that_is_named_beside_the_ids_is_put_behind_them(
-    target: Outline, tokenizer: Any, tmp_path: Path, api: str
+    target: Remote, tokenizer: Any, tmp_path: Path, api: str
 ) -> None:
     # SGLang names the id that ended the turn; where no engine names it, nothing is made up
     with FakeEngine(tokenizer, fault=lambda n, ids: "no_end") as engine:
@@ -289,7 +289,7 @@ def test_an_end_that_is_named_beside_the_ids_is_put_behind_them(
     ],
 )
 def test_answers_that_cannot_be_used_are_rejected_and_counted(
-    target: Outline, tokenizer: Any, tmp_path: Path, kind: str, reason: Reason
+    target: Remote, tokenizer: Any, tmp_path: Path, kind: str, reason: Reason
 ) -> None:
     out = tmp_path / "r.jsonl"
     with FakeEngine(tokenizer, fault=lambda n, ids: kind if n == 1 else None) as engine:
@@ -301,7 +301,7 @@ def test_answers_that_cannot_be_used_are_rejected_and_counted(
 
 
 def test_a_server_with_another_template_is_told_apart(
-    target: Outline, tokenizer: Any, tmp_path: Path
+    target: Remote, tokenizer: Any, tmp_path: Path
 ) -> None:
     other = tiny_tokenizer()
     other.chat_template = "Hello. " + other.chat_template
@@ -317,7 +317,7 @@ def test_a_server_with_another_template_is_told_apart(
 
 
 def test_a_file_of_one_engine_is_not_gone_on_with_by_another(
-    target: Outline, tokenizer: Any, tmp_path: Path
+    target: Remote, tokenizer: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "r.jsonl"
     with FakeEngine(tokenizer) as engine:
@@ -331,7 +331,7 @@ def test_a_file_of_one_engine_is_not_gone_on_with_by_another(
 
 @pytest.mark.parametrize("api", ["vllm", "sglang", "openai"])
 def test_an_engine_without_ids_is_refused_at_its_first_answer(
-    target: Outline, tokenizer: Any, tmp_path: Path, api: str
+    target: Remote, tokenizer: Any, tmp_path: Path, api: str
 ) -> None:
     out = tmp_path / "r.jsonl"
     with FakeEngine(tokenizer, gives_ids=False) as engine:
@@ -357,7 +357,7 @@ def test_an_engine_without_ids_is_refused_at_its_first_answer(
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", None])
 def test_reasoning_of_a_chat_answer_goes_where_the_template_wants_it(
-    target: Outline, tmp_path: Path, key: str | None
+    target: Remote, tmp_path: Path, key: str | None
 ) -> None:
     tokenizer: Any = tiny_tokenizer()
     tokenizer.chat_template = (
@@ -378,7 +378,7 @@ def test_reasoning_of_a_chat_answer_goes_where_the_template_wants_it(
 
 
 def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
-    target: Outline,
+    target: Remote,
     tokenizer: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -407,7 +407,7 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
     assert "s3cret" not in written + chosen.model_dump_json()
 
 
-def test_prompts_are_taken_as_answers_come(target: Outline, tokenizer: Any, tmp_path: Path) -> None:
+def test_prompts_are_taken_as_answers_come(target: Remote, tokenizer: Any, tmp_path: Path) -> None:
     taken = 0
     with FakeEngine(tokenizer, delay_s=0.005) as engine:
 
@@ -426,7 +426,7 @@ def test_prompts_are_taken_as_answers_come(target: Outline, tokenizer: Any, tmp_
 
 
 def test_a_source_that_breaks_off_loses_no_answer(
-    target: Outline, tokenizer: Any, tmp_path: Path
+    target: Remote, tokenizer: Any, tmp_path: Path
 ) -> None:
     def broken() -> Iterator[Prompt]:
         yield from prompts(9)
@@ -445,7 +445,7 @@ def test_a_source_that_breaks_off_loses_no_answer(
 def test_the_outline_of_a_target_is_the_targets(tmp_path: Path) -> None:
     whole = tiny_target()
     save_tiny_target(tmp_path / "t")
-    told = outline(TargetSettings(path=str(tmp_path / "t")))
+    told = describe(TargetSettings(path=str(tmp_path / "t")))
     assert told.vocab_size == whole.vocab_size
     assert told.max_position_embeddings == whole.max_position_embeddings
     assert told.eos_ids == whole.eos_ids

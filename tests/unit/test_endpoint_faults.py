@@ -17,7 +17,7 @@ from dspark.corpus.prompts import Prompt
 from dspark.corpus.responses import Response, ResponseWriter, read_responses
 from dspark.corpus.sampling import SampleReport
 from dspark.errors import ConfigError, RunError
-from dspark.target.outline import Outline
+from dspark.target.remote import Remote
 from dspark.testing import tiny_tokenizer
 from tests.unit.fake_engine import FakeEngine, Fault
 
@@ -48,7 +48,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def run(tokenizer: Any, tmp_path: Path) -> Callable[..., SampleReport]:
-    target = Outline("tiny", None, len(tokenizer), 512, frozenset({tokenizer.eos_token_id}))
+    target = Remote("tiny", None, len(tokenizer), 512, frozenset({tokenizer.eos_token_id}))
 
     def sample(engine: FakeEngine, count: int, **changes: Any) -> SampleReport:
         values = {

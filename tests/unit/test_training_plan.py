@@ -247,12 +247,12 @@ def test_cost_follows_from_the_assumed_share(place: Path) -> None:
 
 def test_split_features_move_the_target_to_its_workers(place: Path) -> None:
     online = planned(place)
-    how = ["train.features=split", "train.target_devices=[cpu+cpu+cpu, cpu+cpu]"]
+    how = ["train.features=split", "train.target_devices=[cpu, cpu]"]
     split = planned(place, *how)
     weights = online["memory"]["target_weights"]
     assert online["target_workers"] is None
-    assert split["target_workers"]["devices"] == ["cpu+cpu+cpu", "cpu+cpu"]
-    assert split["target_workers"]["weights_a_device"] == weights / 2
+    assert split["target_workers"]["devices"] == ["cpu", "cpu"]
+    assert split["target_workers"]["weights_a_device"] == weights
     target = outline(config_io.load(None, settings(place)).target)
     table = target.embed_weight.numel() * target.embed_weight.element_size()
     assert split["memory"]["target_weights"] in (table, 2 * table)
@@ -262,6 +262,19 @@ def test_split_features_move_the_target_to_its_workers(place: Path) -> None:
     assert "target" not in split["cost"]["tflop_per_step"]
     assert split["disk"]["shards"] is None
     assert "at least" in "\n".join(plan_text.lines(split))
+    # the slower of both sides sets the pace
+    cost = split["cost"]
+    assert cost["target_seconds_per_step"] == pytest.approx(moved / 989 / 0.4 / 2)
+    trainer = cost["tflop_per_step_total"] / 989 / 0.4
+    assert cost["seconds_per_step"] == pytest.approx(max(trainer, cost["target_seconds_per_step"]))
+
+
+def test_an_average_of_the_weights_is_counted(place: Path) -> None:
+    plain, averaged = planned(place), planned(place, "train.ema_decay=0.9")
+    assert averaged["memory"]["average"] == 4 * OWN
+    assert averaged["memory"]["peak"] - plain["memory"]["peak"] == 4 * OWN
+    assert averaged["disk"]["checkpoint"] - plain["disk"]["checkpoint"] == 4 * OWN
+    assert "average" not in plain["memory"]
 
 
 def test_without_data_the_settings_are_the_bound(place: Path) -> None:
@@ -367,6 +380,44 @@ def test_a_run_that_would_go_on_is_said_to(place: Path, tmp_path: Path) -> None:
     assert report["resume"] == str(tmp_path / "out" / "checkpoint-1")
     assert report["draft"]["draft.mask_token_id"] == 200
     assert left.exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("train.num_anchors=29", "train.num_anchors is 29 but .* was trained with 30"),
+        ("train.batch_size=3", r"global batch .* is 3 but .* was trained with 1"),
+        ("data.pack_length=4096", "data.pack_length is 4096 but .* was trained with None"),
+        ("train.steps=3", "the run is 3 steps long but .* was trained for 1"),
+        ("draft.num_layers=1", "draft.num_layers is 1 but .* was trained with 2"),
+    ],
+)
+def test_going_on_with_other_settings_is_refused_as_by_the_run(
+    place: Path, tmp_path: Path, changed: str, message: str
+) -> None:
+    save_tiny_target(tmp_path / "target")
+    own = [f"target.path={tmp_path / 'target'}", f"train.output_dir={tmp_path / 'out'}"]
+    own += ["target.device=cpu", "train.steps=1", "draft.mask_token_id=200"]
+    program.run(config_io.load(None, settings(place, *own)))
+    config = config_io.load(None, settings(place, *own, changed))
+    resume = program.find_resume(config, clear=False)
+    with pytest.raises(CheckpointError, match=message):
+        plan.plan_run(config, {}, resume=resume)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["train.target_devices=[cuda:3, nonsense]"], "holds 'nonsense', which cannot run"),
+        (["train.target_devices=[cuda:3, cuda]"], "without a number: write cuda:4"),
+        (["train.target_devices=[cuda:3]", "train.num_processes=2"], r"1 device\(s\) for 2"),
+        (["train.target_devices=[cuda:2+cuda:3]"], "for Ling-3.0 targets and .* is none"),
+        (["train.target_devices=[cuda:3]", "target.device=cuda:0+cuda:1"], "takes its own GPU"),
+    ],
+)
+def test_devices_are_looked_at(place: Path, given: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(place, "train.features=split", *given)
 
 
 # --- launches -----------------------------------------------------------------------------

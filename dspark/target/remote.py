@@ -7,11 +7,11 @@ from dspark.config import TargetSettings
 from dspark.errors import TargetError
 from dspark.target import peek, resolve
 
-__all__ = ["Outline", "outline"]
+__all__ = ["Remote", "describe"]
 
 
 @dataclass(frozen=True)
-class Outline:
+class Remote:
     """The names of a `Target` that need no weights."""
 
     name: str
@@ -25,7 +25,7 @@ class Outline:
         return None
 
 
-def outline(settings: TargetSettings) -> Outline:
+def describe(settings: TargetSettings) -> Remote:
     """Read the configs of ``settings.path``; loads no weights.
 
     Raises:
@@ -53,7 +53,7 @@ def outline(settings: TargetSettings) -> Outline:
             f"target '{settings.path}' names no eos_token_id in config.json or "
             "generation_config.json, so the end of an answer could not be told"
         )
-    return Outline(
+    return Remote(
         name=settings.path,
         revision=settings.revision,
         vocab_size=int(config.vocab_size),
