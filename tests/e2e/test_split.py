@@ -161,6 +161,8 @@ def test_packed_documents_are_computed_apart_in_a_worker_too(place: Path, tmp_pa
         out = tmp_path / name
         program.run(config_io.load(None, settings(place, out, *packed, *how)))
     assert figures(tmp_path / "split") == figures(tmp_path / "online")
+    lines = (tmp_path / "split" / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["perf/features_wait_s"] >= 0 for line in lines)
     name = "latest/model.safetensors"
     weights = [(tmp_path / kind / name).read_bytes() for kind in ("online", "split")]
     assert weights[0] == weights[1]
