@@ -319,6 +319,9 @@ def test_a_config_alone_is_enough_and_its_draft_is_the_official_one(
     assert report["at_num_processes"]["batch"]["global_batch"] == 512
     peaks = report["at_num_processes"]["memory_peak"]
     assert peaks["zero2"] < peaks["replicated"]
+    cost = report["at_num_processes"]["cost"]
+    assert cost["seconds_per_step"] == cost["target_seconds_per_step"] > 20  # the slower side
+    assert cost["gpus"] == 8
     # it fits as it is meant to run, and would not with the target beside the draft
     assert report["warnings"] == []
     beside = config_io.load(str(FLASH), ["train.features=online", "train.target_devices=[]"])
