@@ -153,6 +153,7 @@ def test_a_damaged_checkpoint_is_no_silent_fresh_start(
     assert (out / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_going_back_behind_a_newer_checkpoint_is_refused(
     place: Path, whole: Path, tmp_path: Path
 ) -> None:

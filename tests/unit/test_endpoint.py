@@ -140,6 +140,7 @@ def test_top_k_zero_is_no_limit_for_either_engine(
     assert engine.bodies[0]["sampling_params"]["top_k"] == -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["vllm", "sglang", "openai"])
 def test_rows_agree_with_the_in_process_samplers(
     target: Remote, tokenizer: Any, tmp_path: Path, api: str

@@ -86,6 +86,7 @@ def first(kind: str, count: int) -> Fault:
     return fault
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PASSING)
 def test_what_passes_is_asked_again_and_what_stays_is_listed(
     tokenizer: Any, tmp_path: Path, run: Callable[..., SampleReport], kind: str
@@ -221,6 +222,7 @@ def test_a_resumed_run_asks_for_what_is_missing(
     assert {key: again[key] for key in whole} == whole
 
 
+@pytest.mark.slow
 def test_many_faults_at_once_lose_and_double_nothing(
     tokenizer: Any, tmp_path: Path, run: Callable[..., SampleReport]
 ) -> None:

@@ -76,6 +76,7 @@ def rounds(*blocks: list[int], proposed: int = 4, reason: str = "length") -> Ite
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_draft", [False, True])
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, seed=7)]

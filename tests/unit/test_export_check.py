@@ -77,6 +77,7 @@ def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("same_process")
 def test_a_wrong_figure_fails_with_both_numbers_and_leaves_nothing(
     target: Target, probe: Probe, tmp_path: Path

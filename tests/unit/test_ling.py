@@ -362,6 +362,7 @@ def test_a_checkpoint_loads_as_it_comes_from_the_hub(tmp_path: Path) -> None:
     assert json.loads((directory / "config.json").read_text())["rotary_dim"] == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"mscale": 0.7, "mscale_all_dim": 1.3}])
 def test_transformers_agrees_under_yarn(tmp_path: Path, more: dict[str, float]) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **more}

@@ -45,6 +45,7 @@ def test_the_table_has_the_released_counts() -> None:
     assert sum(spec.size for spec in tiny) == 7_893_392_800
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ling-3.0-flash.json", "ling-3.0-tiny.json"])
 def test_the_modules_hold_what_the_table_says(name: str) -> None:
     config = official(name)
@@ -267,6 +268,7 @@ def _no_header(directory: Path) -> None:
     first(directory, EXPERT).write_bytes(b"\xff" * 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -307,6 +307,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive -= elements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS[:3])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_logits_of_more_than_one_chunk_never_exist(

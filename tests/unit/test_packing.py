@@ -263,6 +263,7 @@ def test_a_single_document_has_the_anchors_of_an_unpacked_row() -> None:
     assert torch.equal(drawn[0].mask, drawn[1].mask)
 
 
+@pytest.mark.slow
 def test_a_packed_run_trains_and_goes_on(tmp_path: Path) -> None:
     """Two and then two more steps are the same as four."""
     import json

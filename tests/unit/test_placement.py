@@ -49,6 +49,7 @@ def test_no_device_is_more_than_a_layer_over_its_share(
         assert 0 < held <= sum(sizes) / devices + max(sizes)
 
 
+@pytest.mark.slow
 def test_a_spread_target_gives_the_same_numbers(tmp_path: Path) -> None:
     whole = tiny_ling("flash")
     save_model(whole.model, tmp_path)

@@ -38,6 +38,7 @@ def test_the_released_model_reads_what_its_table_says() -> None:
     assert report["floor_us"] == pytest.approx(report["total_mb"] / 4.3)  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["independent", "experts:8", "overlap:0.5"])
 @pytest.mark.parametrize("tokens", [1, 9, 16])
 def test_the_targets_part_is_that_of_inspect(routing: str, tokens: int) -> None:

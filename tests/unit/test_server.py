@@ -116,6 +116,7 @@ def test_a_chat_answer_has_openais_shape(client: httpx.Client) -> None:
     assert details["rejected_prediction_tokens"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chat", "text"])
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1, "seed": 3}])
 def test_a_stream_adds_up_to_the_whole_answer(

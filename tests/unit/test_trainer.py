@@ -397,6 +397,7 @@ def test_resume_none_refuses_a_directory_in_use(place: Path, tmp_path: Path) -> 
         run(place, tmp_path / "out", "train.steps=1", "train.resume=none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -69,6 +69,7 @@ def test_the_mask_within_a_tile_is_the_dense_one(seed: int) -> None:
     assert torch.equal(found.expand_as(seen.dense()), seen.dense())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("count", "length", "size", "heads"), [(40, 512, 8, (4, 4)), (61, 384, 7, (6, 2))]
