@@ -99,4 +99,4 @@ class Front(Target):
         self._without_layers()
 
     def _without_layers(self) -> NoReturn:
-        raise NotImplementedError(f"the layers of {self.name} are in another process")
+        raise RuntimeError(f"the layers of {self.name} are in another process")

@@ -5,7 +5,6 @@ weights (whether the shards are this target's) is left to the run.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def plan_run(
     launch.check_device(config.target.device)
     processes, holding, precision = _topology(settings, environ)
     target = outline(config.target)
-    _check_workers(config, target, processes)
+    _check_workers(config, target, processes, environ)
     tokenizer = _tokenizer(config)
     rows: TrainingRows | None = None
     if tokenizer is None:
@@ -114,7 +113,9 @@ def plan_run(
     return report
 
 
-def _check_workers(config: Config, target: Target, processes: int) -> None:
+def _check_workers(
+    config: Config, target: Target, processes: int, environ: Mapping[str, str]
+) -> None:
     names = config.train.target_devices
     check_spread(names, config.target.path, ling=isinstance(target.config, LingConfig))
     if not names:
@@ -124,7 +125,7 @@ def _check_workers(config: Config, target: Target, processes: int) -> None:
     devices_of(
         names,
         local_index=0,
-        local_trainers=int(os.environ.get("LOCAL_WORLD_SIZE", trainers)),
+        local_trainers=int(environ.get("LOCAL_WORLD_SIZE", trainers)),
         training=torch.device("cuda" if gpus else "cpu"),
         # without a GPU here, the machine that is planned for has those that are named
         num_gpus=torch.cuda.device_count() or max(gpus, default=0) + 1,
