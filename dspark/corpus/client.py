@@ -72,7 +72,7 @@ class Client:
         self.retries = 0
         """Attempts behind the first, over all requests."""
         self._settings = settings
-        key = os.environ.get(settings.api_key_env, "").strip()
+        self._key = key = os.environ.get(settings.api_key_env, "").strip()
         if not (key.isascii() and key.isprintable()):
             raise ConfigError(
                 f"the key in {settings.api_key_env} cannot be sent: it must be one line of ASCII"
@@ -226,8 +226,7 @@ class Client:
         raise Failed(Failure.REFUSED, detail, attempt)
 
     def _hide(self, text: str) -> str:
-        key = os.environ.get(self._settings.api_key_env, "").strip()
-        return text.replace(key, "***") if key else text
+        return text.replace(self._key, "***") if self._key else text
 
 
 def _models(body: Any) -> list[dict[str, Any]]:
