@@ -73,7 +73,8 @@ def half_line(file: monitor.MetricsFile, step: int, figures: Any) -> None:
 
 
 def half_removed(path: Path, *_: Any) -> None:
-    for one in sorted(Path(path).iterdir())[::2]:
+    """Nothing where there is nothing: a save begins with clearing a place that is mostly empty."""
+    for one in sorted(Path(path).glob("*"))[::2]:
         one.unlink()
 
 
