@@ -19,20 +19,26 @@ from dspark.target import Target, load_tokenizer, outline
 from dspark.target.config import LingConfig
 from dspark.training import build, changes, checkpoint, launch, tracker, validation, zero
 from dspark.training.memory import Holding
-from dspark.training.plan_data import DataSize, measure_rows, open_if_there, unread
+from dspark.training.plan_data import DataSize, enlarged, measure_rows, open_if_there, unread
+from dspark.training.plan_features import alternatives
 from dspark.training.plan_model import draft_shape, parameters
 from dspark.training.plan_sizes import Sizes
 from dspark.training.plan_text import warnings
 from dspark.training.rows import TrainingRows, check_fit, identity
 from dspark.training.split.devices import check_spread, devices_of
 
-__all__ = ["holding_of", "plan_run", "share"]
+__all__ = ["count", "holding_of", "plan_run", "share"]
 
 _HOLDINGS: tuple[Holding, ...] = ("replicated", "zero2", "zero3", "fsdp2")
 
 
 def plan_run(
-    config: Config, environ: Mapping[str, str], *, resume: Path | None, mfu: float = 0.4
+    config: Config,
+    environ: Mapping[str, str],
+    *,
+    resume: Path | None,
+    mfu: float = 0.4,
+    tokens: int | None = None,
 ) -> dict[str, Any]:
     """The plan as plain values, sizes in bytes; `plan_text` shows it.
 
@@ -41,6 +47,7 @@ def plan_run(
         environ: what the launcher left; without one, the plan is of one process.
         resume: the checkpoint that the run would go on from.
         mfu: share of `PEAK_TFLOPS` that is assumed to be reached.
+        tokens: of the data, assumed whatever is there of it; rows are like those that are.
 
     Raises:
         DSparkError: as the run would, for everything that shows without weights.
@@ -71,8 +78,14 @@ def plan_run(
         )
     draft = draft_shape(config, target, tokenizer, rows, resume)
     data = unread(config, note) if rows is None else measure_rows(rows, settings.num_anchors)
+    if tokens is not None:
+        data = enlarged(data, tokens)
     parts = parameters(draft)
-    one = Sizes(config, draft, target, data, parts["trainable"], precision == "bf16", mfu)
+
+    def sizes_of(other: Config) -> Sizes:
+        return Sizes(other, draft, target, data, parts["trainable"], precision == "bf16", mfu)
+
+    one = sizes_of(config)
 
     if resume is not None:
         _check_resume(config, resume, rows, draft, one, processes)
@@ -96,6 +109,13 @@ def plan_run(
         "resume": str(resume) if resume else None,
     }
     wanted = settings.num_processes
+    report["features"] = alternatives(
+        config,
+        holding,
+        wanted or processes,
+        sizes_of,
+        spreads=isinstance(target.config, LingConfig),
+    )
     if wanted not in (None, processes):
         report["at_num_processes"] = {
             "processes": wanted,
@@ -169,6 +189,21 @@ def share(text: str) -> float:
     return value
 
 
+def count(text: str) -> int:
+    """``--tokens``: a number such as 1240000000 or 1.24e9.
+
+    Raises:
+        ConfigError: it is none, or below 1.
+    """
+    try:
+        value = float(text.replace("_", ""))
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 1e15:
+        raise ConfigError(f"--tokens must be a number of tokens such as 1.24e9; got '{text}'")
+    return round(value)
+
+
 def holding_of(environ: Mapping[str, str], settings: TrainSettings) -> Holding:
     """Who will hold the draft, by what the launcher left.
 
@@ -234,6 +269,7 @@ def _mask_is_known(config: Config, tokenizer: Any) -> bool:
 def _data(data: DataSize) -> dict[str, Any]:
     return {
         "known": data.known,
+        "assumed": data.assumed,
         "note": data.note or None,
         "documents": data.documents,
         "rows": data.rows,

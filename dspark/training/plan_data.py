@@ -3,7 +3,7 @@
 Features of shards are not read, only their ids' offsets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from dspark.draft.visibility import TILE
 from dspark.errors import DataError
 from dspark.training.rows import TrainingRows, documents_of, open_rows
 
-__all__ = ["DataSize", "measure_rows", "open_if_there", "unread"]
+__all__ = ["DataSize", "enlarged", "measure_rows", "open_if_there", "unread"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class DataSize:
     """Of one row."""
     context: float
     """Tokens between the start of an anchor's document and the anchor."""
+    assumed: bool = False
+    """Documents, rows and tokens were not counted: see `enlarged`."""
 
 
 def open_if_there(config: Config, tokenizer: Any) -> TrainingRows | str:
@@ -96,6 +98,15 @@ def unread(config: Config, note: str) -> DataSize:
         most_anchors=anchors,
         context=config.data.max_length / 2,
     )
+
+
+def enlarged(data: DataSize, tokens: int) -> DataSize:
+    """The same kind of rows, so many that they hold ``tokens``."""
+    rows = max(1, round(tokens / data.row_tokens))
+    documents = None
+    if data.documents is not None and data.rows is not None:
+        documents = round(data.documents * rows / data.rows)
+    return replace(data, rows=rows, documents=documents, tokens=tokens, assumed=True)
 
 
 def _padded(length: int) -> int:

@@ -44,14 +44,14 @@ class Sizes:
         self._split = config.train.features == "split"
         self.target_parameters, self.active = target_counts(target)
         weights = {id(one): one for one in target.model.parameters()}.values()
-        self._weight_bytes = sum(one.numel() * one.element_size() for one in weights)
+        self.target_bytes = sum(one.numel() * one.element_size() for one in weights)
         # of a target whose layers are elsewhere, a trainer holds the tables only (`targets`)
         shards = config.train.features == "offline" and not config.train.validation_prompts
         tables = {id(one): one for one in (target.embed_weight, target.head_weight)}.values()
         self._target = TargetSize(
             weight_bytes=sum(one.numel() * one.element_size() for one in tables)
             if self._split or shards
-            else self._weight_bytes,
+            else self.target_bytes,
             itemsize=target.dtype.itemsize,
             hidden_size=target.hidden_size,
             inner_size=inner_size(target.config),
@@ -118,15 +118,19 @@ class Sizes:
         loss = self._config.loss
         given = (self._draft, self._trainable, self._target)
         found = estimate(*given, shape, loss).to_dict()
-        budget = _BUDGET
-        if torch.cuda.is_available():
-            budget = torch.cuda.get_device_properties(0).total_memory
         return {
             **found,
-            "budget": budget,
+            "budget": self.budget,
             "budget_assumed": not torch.cuda.is_available(),
-            "largest_batch_size": largest_batch(*given, shape, loss, room=budget),
+            "largest_batch_size": largest_batch(*given, shape, loss, room=self.budget),
         }
+
+    @property
+    def budget(self) -> int:
+        """Bytes of a GPU; of this machine's where it has one."""
+        if torch.cuda.is_available():
+            return int(torch.cuda.get_device_properties(0).total_memory)
+        return _BUDGET
 
     def workers(self, processes: int) -> dict[str, Any] | None:
         """Of split features: what a target worker's devices hold, and what they compute a step."""
@@ -136,7 +140,7 @@ class Sizes:
         return {
             "devices": list(groups),
             # runs of layers of about equal size
-            "weights_a_device": max(self._weight_bytes / len(g.split("+")) for g in groups),
+            "weights_a_device": max(self.target_bytes / len(g.split("+")) for g in groups),
             "tflop_per_step": self._target_flops(processes) / 1e12,
         }
 
@@ -150,11 +154,8 @@ class Sizes:
         # `best` is one more, and so is the one being written before the oldest goes
         most = settings.keep + 1 + bool(settings.validation_prompts)
         shards = None
-        if not self._online and not self._split and self._data.tokens is not None:
-            half = self._config.capture.dtype == "bfloat16"
-            shards = store.row_bytes(
-                self._data.tokens, self._target.hidden_size, self._target.num_taps, 2 if half else 4
-            )
+        if not self._online and not self._split:
+            shards = self.store_bytes
         return {
             "checkpoint": each,
             "checkpoints": most,
@@ -162,6 +163,27 @@ class Sizes:
             "shards": shards,
             "free": provenance.free_bytes(Path(settings.output_dir)),
         }
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's features on disk, stored as `capture.dtype` says."""
+        half = self._config.capture.dtype == "bfloat16"
+        given = self._target.hidden_size, self._target.num_taps, 2 if half else 4
+        return store.row_bytes(1, *given)
+
+    @property
+    def store_bytes(self) -> int | None:
+        """Of all rows' features; None where the number of tokens is not known."""
+        tokens = self._data.tokens
+        return None if tokens is None else tokens * self.token_bytes
+
+    @property
+    def capture_hours(self) -> float | None:
+        """One pass of the target over all rows, on one device."""
+        if self._data.tokens is None:
+            return None
+        flops = 2.0 * self.active * self._data.tokens
+        return flops / (PEAK_TFLOPS * 1e12 * self._mfu) / 3600
 
     def cost(self, processes: int) -> dict[str, Any]:
         """Arithmetic of a step over all processes, and the time that follows from the MFU."""

@@ -1,6 +1,6 @@
 """A plan for people: its lines, and sentences about what will not fit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dspark.config import Config
@@ -54,6 +54,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     if disk["shards"] is not None:
         yield f"            capture shards {disk['shards'] / 1e9:,.1f} GB"
     yield f"cost        {_cost(report['cost'])}"
+    yield from _features(report["features"])
     other = report.get("at_num_processes")
     if other:
         yield f"on train.num_processes={other['processes']}:"
@@ -86,7 +87,47 @@ def _batch(batch: Mapping[str, Any]) -> str:
     )
 
 
+def _features(ways: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Where features could come from, a line each."""
+    head = "features    "
+    for way in ways:
+        name = " ".join(filter(None, (way["features"], way["storage"])))
+        parts = []
+        if way["hours"] is None:
+            parts.append(f"{_figure(way['seconds_per_step'])} s a step")
+        else:
+            capture = way["capture_gpu_hours"]
+            first = f", {_figure(capture)} of them capture" if capture is not None else ""
+            parts.append(
+                f"{_figure(way['gpu_hours'])} GPU-hours{first}; trains {_figure(way['hours'])} h "
+                f"on {way['gpus']} GPU(s)"
+            )
+        parts.append(f"peak {way['memory_peak'] / _GIB:,.1f} GiB")
+        if way["target_devices"] is not None:
+            parts.append(
+                ("captured with " if way["storage"] else "")
+                + f"the target on {way['target_devices']} device(s)"
+            )
+        if way["bytes_per_token"] is not None:
+            stored = f"{way['bytes_per_token']:,} bytes a token"
+            if way["store_bytes"] is not None:
+                stored += f", {way['store_bytes'] / 1e12:,.2f} TB on disk"
+                if way["store_bytes"] > way["store_free"]:
+                    stored += f" ({way['store_free'] / 1e12:,.2f} TB free)"
+            parts += [stored, f"read at {way['read_bytes_per_second'] / 1e9:,.2f} GB/s"]
+        if not way["fits"]:
+            parts.append("DOES NOT FIT")
+        yield f"{head}{'*' if way['chosen'] else ' '} {name}: {'; '.join(parts)}"
+        head = " " * len(head)
+
+
 def _data(data: Mapping[str, Any]) -> str:
+    if data["assumed"]:
+        like = "rows like those that are there" if data["known"] else "full rows"
+        return (
+            f"ASSUMED {data['tokens']:,} tokens in {data['rows']:,} {like} "
+            f"({data['tokens_per_row']:,.0f} tokens, {data['anchors_per_row']:,.0f} anchors each)"
+        )
     if not data["known"]:
         return (
             f"unknown ({data['note']}): rows are taken to be full ({data['tokens_per_row']:,.0f} "

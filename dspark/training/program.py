@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The program: settings and overrides from ``argv``, a run, an exit code."""
     parser = argparse.ArgumentParser(
         prog="train.py",
-        usage="%(prog)s [-h] [--config PATH] [--json] [--plan [--mfu SHARE]] "
+        usage="%(prog)s [-h] [--config PATH] [--json] [--plan [--mfu SHARE] [--tokens N]] "
         "[section.key=value ...]",
         description="Distil a DSpark draft from a target. Settings given as section.key=value "
         "(also --section.key value) win over the file.",
@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--mfu", metavar="SHARE", help="of the GPU's peak, assumed by --plan (default 0.4)"
     )
+    parser.add_argument(
+        "--tokens", metavar="N", help="of the data, assumed by --plan (such as 1.24e9)"
+    )
     arguments, overrides = parser.parse_known_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
@@ -64,11 +67,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     quiet_transformers()
     try:
-        if arguments.mfu is not None and not arguments.plan:
-            raise ConfigError(f"--mfu {arguments.mfu} is for --plan; give that too")
+        for name in ("mfu", "tokens"):
+            value = getattr(arguments, name)
+            if value is not None and not arguments.plan:
+                raise ConfigError(f"--{name} {value} is for --plan; give that too")
         config = config_io.load(arguments.config, overrides)
         if arguments.plan:
-            _plan(config, arguments.mfu, as_json=arguments.json, shown=rank == 0)
+            _plan(config, arguments, shown=rank == 0)
             return
         report = run(config)
     except DSparkError as error:
@@ -150,12 +155,13 @@ def target_pool(config: Config, accelerator: Accelerator) -> TargetPool:
     )
 
 
-def _plan(config: Config, mfu: str | None, *, as_json: bool, shown: bool) -> None:
-    assumed = 0.4 if mfu is None else plan.share(mfu)
+def _plan(config: Config, arguments: argparse.Namespace, *, shown: bool) -> None:
+    mfu = 0.4 if arguments.mfu is None else plan.share(arguments.mfu)
+    tokens = None if arguments.tokens is None else plan.count(arguments.tokens)
     resume = find_resume(config, clear=False)
-    report = plan.plan_run(config, os.environ, resume=resume, mfu=assumed)
+    report = plan.plan_run(config, os.environ, resume=resume, mfu=mfu, tokens=tokens)
     if shown:
-        print(json.dumps(report) if as_json else "\n".join(plan_text.lines(report)))
+        print(json.dumps(report) if arguments.json else "\n".join(plan_text.lines(report)))
 
 
 def find_resume(config: Config, *, clear: bool = True) -> Path | None:

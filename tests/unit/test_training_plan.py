@@ -242,6 +242,71 @@ def test_cost_follows_from_the_assumed_share(place: Path) -> None:
     assert more == pytest.approx((parts["attention"] + parts["layers"]) / 3)
 
 
+def test_sources_of_features_are_compared_for_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of a real run: 1.24 billion tokens of Ling-3.0-flash are 38 TB at 30.7 KB each."""
+    (tmp_path / "Ling-3.0-flash").mkdir()
+    shutil.copy(
+        ROOT / "configs/targets/ling-3.0-flash.json", tmp_path / "Ling-3.0-flash" / "config.json"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = config_io.load(str(FLASH), ["train.num_processes=1"])
+    report = plan.plan_run(config, {}, resume=None, tokens=1_240_000_000)
+    ways = {(way["features"], way["storage"]): way for way in report["features"]}
+    online, split = ways["online", None], ways["split", None]
+    half, full = ways["offline", "bfloat16"], ways["offline", "float32"]
+    assert [way["chosen"] for way in report["features"]].count(True) == 1 == split["chosen"]
+    assert half["bytes_per_token"] == 2560 * 6 * 2 + 5 == full["bytes_per_token"] - 2560 * 6 * 2
+    assert half["store_bytes"] == 1_240_000_000 * 30_725 > 38e12
+    # one pass over the tokens, on three devices of which one computes at a time
+    active = report["parameters"]["target_active"]
+    hours = 2 * active * 1.24e9 / (989e12 * 0.4) / 3600
+    assert half["capture_gpu_hours"] == pytest.approx(3 * hours)
+    assert half["gpu_hours"] == pytest.approx(half["hours"] + 3 * hours)
+    # ten passes in the trainer's process
+    assert online["gpu_hours"] == pytest.approx(half["hours"] + 10 * hours, rel=1e-3)
+    assert split["gpu_hours"] == pytest.approx(7 * max(half["hours"], 10 * hours / 2), rel=1e-3)
+    assert (online["fits"], split["fits"], half["fits"]) == (False, True, True)
+    assert online["memory_peak"] - half["memory_peak"] > report["parameters"]["target"]
+    rate = half["read_bytes_per_second"] * half["seconds_per_step"]
+    assert rate == pytest.approx(report["batch"]["tokens_per_step"] * 30_725)
+    text = "\n".join(plan_text.lines(report))
+    assert "* split" in text
+    assert "38.10 TB on disk" in text
+    assert "ASSUMED 1,240,000,000 tokens" in text
+    assert text.count("DOES NOT FIT") == 1
+    # 249 GB fit on no single device, whoever it computes for
+    one = config_io.load(str(FLASH), ["train.num_processes=1", "train.target_devices=[cuda:2]"])
+    found = plan.plan_run(one, {}, resume=None)["features"]
+    assert [way["fits"] for way in found] == [False] * len(found)
+
+
+def test_assumed_tokens_are_more_rows_of_the_same_kind(place: Path) -> None:
+    few, many = planned(place, "train.epochs=3"), planned(place, "train.epochs=3", tokens=4000)
+    assert (many["data"]["rows"], many["data"]["documents"]) == (100, 100)
+    assert many["steps"]["total"] == 10 * few["steps"]["total"]
+    assert many["batch"] == few["batch"]
+    assert "like those that are there" in "\n".join(plan_text.lines(many))
+    # a small target fits beside the draft, and on one device
+    ways = many["features"]
+    assert all(way["fits"] for way in ways)
+    assert {way["target_devices"] for way in ways} == {None, 1}
+    assert ways[0]["chosen"]
+    offline = planned(place, "train.features=offline", f"data.shards={place / 'none'}")["features"]
+    assert [way["storage"] for way in offline if way["chosen"]] == ["bfloat16"]
+    unknown = planned(place, "data.responses=[later.jsonl]")["features"]
+    assert {way["gpu_hours"] for way in unknown} == {None}
+    assert all(way["seconds_per_step"] > 0 for way in unknown)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "many", "nan", "inf", "1e20", ""])
+def test_a_number_of_tokens_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tokens must be a number of tokens such as"):
+        plan.count(text)
+    assert plan.count("1.24e9") == plan.count("1_240_000_000") == 1_240_000_000
+
+
 # --- what is not there --------------------------------------------------------------------
 
 
@@ -481,7 +546,7 @@ def test_the_program_prints_and_leaves_nothing(
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {
         "launch", "batch", "data", "steps", "draft", "parameters", "memory", "target_workers",
-        "disk", "cost", "resume", "at_num_processes", "warnings",
+        "disk", "cost", "features", "resume", "at_num_processes", "warnings",
     }  # fmt: skip
     program.main(["--plan", *settings(place, "train.num_processes=2")])
     told = capsys.readouterr().out
