@@ -168,23 +168,24 @@ def test_packed_documents_are_computed_apart_in_a_worker_too(place: Path, tmp_pa
     assert weights[0] == weights[1]
 
 
-def test_two_trainers_with_a_worker_each(place: Path, tmp_path: Path) -> None:
-    environ = {**environment(), "ACCELERATE_USE_CPU": "true"}
+def test_two_trainers_with_a_worker_each(forks: Any, place: Path, tmp_path: Path) -> None:
+    two = "train.num_processes=2"
+    for kind in ("online", "offline"):
+        own = settings(place, tmp_path / kind, two, f"train.features={kind}")
+        assert forks.run(own, processes=2).codes == [0, 0]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "2", "train.py"]
-    kinds = {
-        "online": ["train.features=online"],
-        "split": split("cpu", "cpu"),
-        "offline": ["train.features=offline"],
-    }
-    for name, how in kinds.items():
-        own = settings(place, tmp_path / name, "train.num_processes=2", *how)
-        done = subprocess.run(
-            [*command, *own], cwd=ROOT, env=environ, capture_output=True, text=True,
-            timeout=LIMIT, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert_no_noise(done.stderr)
+    done = subprocess.run(
+        [*command, *settings(place, tmp_path / "split", two, *split("cpu", "cpu"))],
+        cwd=ROOT,
+        env={**environment(), "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_no_noise(done.stderr)
     assert_same(tmp_path / "split", tmp_path / "online")
     assert_same(tmp_path / "offline", tmp_path / "online")
 
