@@ -1,4 +1,4 @@
-"""Trainings in processes of their own that start in a moment; see `forks`."""
+"""Trainings and commands in processes of their own that start in a moment; see `forks`."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 @dataclass(frozen=True)
 class Ended:
-    """A run of the trainer's program in one or more processes."""
+    """A run of the trainer's program in one or more processes, or of a command."""
 
     codes: list[int | None]
     """Exit codes by rank: minus the signal of one that was killed, None where time ran out."""
@@ -50,8 +50,12 @@ class Forks:
         watched: bool = False,
         kill_at: int | None = None,
         limit: float = 120,
+        command: bool = False,
     ) -> Ended:
-        """`train.py` with ``settings``; killed at event ``kill_at``, or after ``limit`` seconds."""
+        """`train.py` with ``settings``; killed at event ``kill_at``, or after ``limit`` seconds.
+
+        With ``command`` the words are those of `dspark`.
+        """
         log = self._log / f"{next(self._numbers)}"
         request = {
             "settings": settings,
@@ -59,6 +63,7 @@ class Forks:
             "watched": watched or kill_at is not None,
             "kill_at": kill_at,
             "limit": limit,
+            "command": command,
             "log": str(log),
         }
         assert self.server.stdin is not None

@@ -1,6 +1,6 @@
-"""Runs the trainer in forked processes, and kills them at an exact moment when asked to.
+"""Runs the trainer or a command in forked processes, and kills trainers at an exact moment.
 
-A program for `conftest.Forks`: Python, torch and the trainer are started once, and every request (a
+A program for `conftest.Forks`: Python, torch and the library are started once, and every request (a
 JSON object a line on stdin) forks one process a rank, so that twenty killed runs take seconds.
 
 What can be a moment is an event: before, after, and where a file is written in the middle of, each
@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
-import dspark.testing  # what a run would import late  # noqa: F401
-from dspark import provenance
+import dspark.bench.evaluate  # what a run would import late
+import dspark.export.hf
+import dspark.testing  # noqa: F401
+from dspark import cli, provenance
 from dspark.training import engine, monitor, program
 
 
@@ -92,10 +94,14 @@ def watch(moments: Moments) -> None:
 
 
 def run(request: dict[str, Any], rank: int, port: int) -> None:
-    """The trainer's program in this process; what it says goes to a file."""
+    """The program in this process; what it says goes to a file."""
     with open(f"{request['log']}.{rank}", "w", encoding="utf-8") as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
+    torch.set_num_threads(1)
+    if request["command"]:
+        sys.argv = ["dspark", *request["settings"]]
+        cli.main()
     processes = request["processes"]
     if processes > 1:
         os.environ.update(
@@ -107,7 +113,6 @@ def run(request: dict[str, Any], rank: int, port: int) -> None:
             MASTER_PORT=str(port),
             ACCELERATE_USE_CPU="true",
         )
-    torch.set_num_threads(1)
     provenance._git = lambda *_: None  # two more processes a checkpoint
     moments = Moments(request["kill_at"])
     if request["watched"]:
