@@ -122,10 +122,12 @@ def _sample(
         raise ConfigError("sample.prompts is empty; give --prompts with files, globs or hub ids")
     rejects = Rejects()
     ask = settings.sample
+    refuse_evaluation(ask.prompts, "sample.prompts")
     # a source that is not there is told before anything is loaded or asked
-    refuse_evaluation(expand(ask.prompts), "sample.prompts")
     if ask.endpoint is None:
         rows = read_prompts(ask.prompts, ask.limit, rejects, with_tools=True)
+    else:
+        expand(ask.prompts)
     tokenizer = load_tokenizer(settings.target)
     check_template(tokenizer)
     if ask.endpoint is None:

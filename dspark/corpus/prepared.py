@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def prepare(settings: PrepareSettings, out: Path) -> tuple[dict[str, Any], bool]
         _keep_apart(out, sources, excluded)
         wanted: dict[str, Any] = {
             "format": FORMAT,
-            "settings": asdict(settings),
+            "settings": json.loads(json.dumps(asdict(settings))),
             "sources": [_described(source) for source in sources],
             "excluded": [_described(source) for source in excluded],
         }
@@ -105,13 +105,18 @@ def _workshop(out: Path) -> Iterator[Path]:
     """A place beside ``out`` for this process alone; what is left there in the end goes away."""
     place = out.absolute()
     aside = place.with_name(f".{place.name}.preparing")
-    with claimed(aside):
-        work = aside / "whole"
-        shutil.rmtree(work, ignore_errors=True)
-        try:
-            yield work
-        finally:
+    try:
+        with claimed(aside):
+            work = aside / "whole"
             shutil.rmtree(work, ignore_errors=True)
+            try:
+                yield work
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    finally:
+        with suppress(OSError):
+            # that of a killed run, which `claimed` found here
+            aside.rmdir()
 
 
 def _excluded(settings: PrepareSettings) -> list[str]:
@@ -157,7 +162,7 @@ def _there(out: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
 
 def _difference(report: dict[str, Any], wanted: dict[str, Any]) -> str:
     """What of the input differs, in words; the commits of hub sets are not looked at."""
-    theirs, ours = report.get("settings"), json.loads(json.dumps(wanted["settings"]))
+    theirs, ours = report.get("settings"), wanted["settings"]
     if not isinstance(theirs, dict):
         return "settings"
     for key in ours:
@@ -198,9 +203,9 @@ def _pin(sources: Sequence[str], described: list[dict[str, Any]]) -> list[str]:
             key = (hub.name, hub.revision)
             if key not in found:
                 found[key] = pinned(hub).revision
+                if found[key] is None:
+                    log.warning("the commit of %s is not known; prepare.json says null", hub.name)
             one["revision"] = found[key]
-            if found[key] is None:
-                log.warning("the commit of %s is not known; prepare.json says null", hub.name)
             source = str(replace(hub, revision=found[key]))
         result.append(source)
     return result

@@ -8,6 +8,7 @@ Nothing here reaches for the network except `pinned`.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from dspark.errors import ConfigError, nearest
@@ -173,22 +174,23 @@ def hub_sources(text: str) -> list[HubSource] | None:
 
 def unknown(text: str) -> str:
     """The end of a sentence about a name that stands for nothing: the nearest one, or all."""
-    near = nearest(text.partition(":")[0].lower(), PRESETS)
-    return near or f"; known sets: {', '.join(PRESETS)}"
+    if near := nearest(text.partition(":")[0].lower(), PRESETS):
+        return near
+    return f"; sets known by name: {', '.join(PRESETS)}" if text and _word(text) else ""
 
 
 def refuse_evaluation(sources: Iterable[str], setting: str) -> None:
     """Stop before evaluation text becomes training data.
 
     Raises:
-        ConfigError: one of ``sources`` (items of `files.expand`) is a set to measure on.
+        ConfigError: one of ``sources`` is a set to measure on.
     """
     for source in sources:
-        hub = HubSource.parse(source) if source.startswith(_SCHEME) else None
-        preset = _BY_HUB_ID.get(hub.name) if hub else None
-        if hub and preset and preset.evaluation:
+        named = None if Path(source).exists() else hub_sources(source.removeprefix(_SCHEME))
+        preset = _BY_HUB_ID.get(named[0].name) if named else None
+        if preset and preset.evaluation:
             raise ConfigError(
-                f"{setting}: '{hub.name}' is an evaluation set and nothing to train on; "
+                f"{setting}: '{preset.hub_id}' is an evaluation set and nothing to train on; "
                 "leave it out here and give it to `dspark prepare --exclude`"
             )
 
@@ -211,4 +213,4 @@ def pinned(source: HubSource) -> HubSource:
 
 
 def _word(text: str) -> bool:
-    return not text or re.fullmatch(r"[\w.-]+", text) is not None
+    return not text or re.fullmatch(r"[\w-]+", text) is not None
