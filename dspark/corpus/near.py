@@ -11,12 +11,10 @@ Memory per kept text: 128 bytes of signature and 8 to 12 a band; at 0.8 with its
 0.3 GB for a million texts.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
-from dspark.corpus.words import Hashes, hashes, mixed, runs
+from dspark.corpus.words import Hashes, runs
 
 __all__ = ["RUN", "NearDuplicates", "shingles"]
 
@@ -26,15 +24,17 @@ _CHAIN = 256
 """Texts looked at per band, the latest first: a bound on the time that a set of many texts from
 one mould may take."""
 _PIECE = 4096
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _random = np.random.Generator(np.random.PCG64(1997))
 _FACTOR = _random.integers(0, 2**32, size=(_VALUES, 1), dtype=np.uint32) | np.uint32(1)
 _OFFSET = _random.integers(0, 2**32, size=(_VALUES, 1), dtype=np.uint32)
 
 
-def shingles(words: Sequence[str]) -> Hashes:
-    """[runs] hashes of the five-token runs of a text; one of the whole if it is shorter."""
-    numbers = hashes(words)
-    return runs(numbers, RUN) if len(words) > RUN else runs(numbers, max(len(words), 1))
+def shingles(numbers: Hashes) -> Hashes:
+    """[runs] hashes of the five-token runs of a text of one token or more, given the tokens' own;
+    one of the whole if it is shorter.
+    """
+    return runs(numbers, min(len(numbers), RUN))
 
 
 def _bands(threshold: float) -> tuple[int, int]:
@@ -107,8 +107,8 @@ class NearDuplicates:
         """[texts, bands] where the chain of a band of a signature, or of single bands, begins."""
         used = signatures[:, : self._bands * self._width].astype(np.uint64)
         keys = used.reshape(len(used), -1, self._width) @ self._powers
-        size = np.uint64(self._heads.shape[1] - 1)
-        return (mixed(keys) & size).astype(np.int64)
+        bits = self._heads.shape[1].bit_length() - 1
+        return (keys * _SPREAD >> np.uint64(64 - bits)).astype(np.int64)
 
     def _make_room(self, size: int) -> None:
         """Tables for ``size`` texts, a power of two; entry 0 stands for none."""

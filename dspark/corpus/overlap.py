@@ -10,6 +10,7 @@ about as much text; a sentence counts by the same rate (`words.CHARACTER`).
 Only hashes are kept: 12 bytes for each word and sentence excluded, some 40 while they are sorted.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -18,14 +19,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dspark.corpus.words import CHARACTER, Hashes, hashes, length, mixed, runs, spaceless, tokens
+from dspark.corpus.words import CHARACTER, Hashes, hashes, length, runs, spaceless, tokens
 from dspark.errors import DataError
 
 __all__ = ["Overlap", "read_texts", "strings"]
 
 _RUN = 13
 _CHARACTER_RUN = round(_RUN / CHARACTER)
-_END = re.compile(r"(?<=[.?!:])\s+|(?<=[\u3002\uff1f\uff01\uff1a\uff1b])|\n+")
+_END = re.compile(r"[.?!:]\s+|[\u3002\uff1f\uff01\uff1a\uff1b]|\n+")
 
 
 def _runs(words: list[str], numbers: Hashes) -> Hashes:
@@ -42,22 +43,21 @@ def _runs(words: list[str], numbers: Hashes) -> Hashes:
     return np.concatenate(found) if found else np.empty(0, dtype=np.uint64)
 
 
-def _whole(words: list[str], numbers: Hashes) -> np.uint64:
-    """One hash for a sentence or text of any length."""
-    places = mixed(np.arange(len(words), dtype=np.uint64) + np.uint64(1))
-    together = (numbers * (places | np.uint64(1))).sum(dtype=np.uint64)
-    return np.uint64(mixed(np.array([together], dtype=np.uint64))[0])
-
-
-def _units(text: str) -> Hashes:
-    """Hashes of the sentences and lines that are long enough to be recognised."""
-    found = []
-    for unit in _END.split(text):
-        words = tokens(unit)
-        size = length(words)
-        if size >= 8 or (size >= 5 and any(word.isdigit() for word in words)):
-            found.append(_whole(words, hashes(words)))
+def _units(text: str, words: list[str]) -> Hashes:
+    """Hashes of the text and of those sentences and lines that are long enough to be known by."""
+    found = [_hash(words)]
+    parts = _END.split(text)
+    for part in parts if len(parts) > 1 else ():
+        unit = tokens(part)
+        size = length(unit)
+        if size >= 8 or (size >= 5 and any(word.isdigit() for word in unit)):
+            found.append(_hash(unit))
     return np.array(found, dtype=np.uint64)
+
+
+def _hash(words: list[str]) -> int:
+    text = " ".join(words).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 class _Table:
@@ -68,6 +68,9 @@ class _Table:
         self._sets = np.empty(0, dtype=np.uint32)
         self._new: list[tuple[Hashes, int]] = []
         self._waiting = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._new) or len(self._hashes) > 0
 
     def add(self, numbers: Hashes, of_set: int) -> None:
         self._new.append((numbers, of_set))
@@ -112,20 +115,24 @@ class Overlap:
         self._names.append(name)
         for text in texts:
             words = tokens(text)
-            numbers = hashes(words)
-            self._runs.add(_runs(words, numbers), number)
-            whole = np.array([_whole(words, numbers)], dtype=np.uint64)
-            self._units.add(np.concatenate([whole, _units(text)]), number)
+            self._runs.add(_runs(words, hashes(words)), number)
+            self._units.add(_units(text, words), number)
 
-    def find(self, text: str) -> tuple[str, str] | None:
-        """(kind, name of the set), with `13-gram` or `same text` as the kind; None if clean."""
-        words = tokens(text)
-        numbers = hashes(words)
+    def find(
+        self, text: str, words: list[str] | None = None, numbers: Hashes | None = None
+    ) -> tuple[str, str] | None:
+        """(kind, name of the set), with `13-gram` or `same text` as the kind; None if clean.
+
+        ``words`` and ``numbers`` are the text's `tokens` and their `hashes`, where they are known.
+        """
+        if not self._runs and not self._units:
+            return None
+        words = tokens(text) if words is None else words
+        numbers = hashes(words) if numbers is None else numbers
         number = self._runs.first(_runs(words, numbers))
         if number is not None:
             return "13-gram", self._names[number]
-        whole = np.array([_whole(words, numbers)], dtype=np.uint64)
-        number = self._units.first(np.concatenate([whole, _units(text)]))
+        number = self._units.first(_units(text, words))
         return None if number is None else ("same text", self._names[number])
 
     def kind_of(self, text: str) -> str | None:

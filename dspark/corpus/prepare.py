@@ -31,7 +31,7 @@ from dspark.corpus.overlap import Overlap, strings
 from dspark.corpus.presets import HubSource
 from dspark.corpus.prompts import Prompt, given_id, parse_prompt
 from dspark.corpus.rejects import Reason, Rejects, RowError
-from dspark.corpus.words import tokens
+from dspark.corpus.words import hashes, tokens
 from dspark.errors import ConfigError, DataError
 from dspark.progress import track
 
@@ -164,14 +164,21 @@ class Selection:
             raise RowError(Reason.DUPLICATE_ID, own_id[:40])
         if not _new(_number(_normalised(prompt)), self._texts):
             raise RowError(Reason.EXACT_DUPLICATE)
-        for text in _every_text(prompt):
-            if found := self.overlap.find(text):
+        asked, written = [], ""
+        for text, by_user in _every_text(prompt):
+            words = tokens(text)
+            numbers = hashes(words)
+            if by_user:
+                asked.append(numbers)
+                written += "".join(text.split())
+            if found := self.overlap.find(text, words, numbers):
                 kind, name = found
                 self.overlaps[name] = self.overlaps.get(name, 0) + 1
                 raise RowError(Reason.OVERLAP, f"{kind} of {name}")
         if self.near is not None:
-            users = "\n".join(_user_texts(prompt))
-            if not self.near.add(shingles(tokens(users) or users.split())):
+            numbers = np.concatenate(asked)
+            # where there is no word, all of the text is one
+            if not self.near.add(shingles(numbers if len(numbers) else hashes([written]))):
                 raise RowError(Reason.NEAR_DUPLICATE)
 
 
@@ -250,17 +257,12 @@ def _folded(value: Any) -> Any:
     return value
 
 
-def _every_text(prompt: Prompt) -> Iterator[str]:
+def _every_text(prompt: Prompt) -> Iterator[tuple[str, bool]]:
+    """The texts of a prompt, and whether the user wrote them."""
     for message in prompt.messages:
-        yield str(message["content"])
-    yield from prompt.followups
-
-
-def _user_texts(prompt: Prompt) -> Iterator[str]:
-    for message in prompt.messages:
-        if message["role"] == "user":
-            yield str(message["content"])
-    yield from prompt.followups
+        yield str(message["content"]), message["role"] == "user"
+    for text in prompt.followups:
+        yield text, True
 
 
 def _number(text: str, size: int = 16) -> int:

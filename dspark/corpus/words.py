@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CHARACTER", "Hashes", "hashes", "length", "mixed", "runs", "spaceless", "tokens"]
+__all__ = ["CHARACTER", "Hashes", "hashes", "length", "runs", "spaceless", "tokens"]
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -29,10 +29,6 @@ _SPACELESS = (
 _TOKEN = re.compile(f"[{_SPACELESS}]|[^\\W{_SPACELESS}]+")
 _ONE = re.compile(f"[{_SPACELESS}]")
 _ASCII = {code: " " for code in range(128) if not (chr(code).isalnum() or chr(code) == "_")}
-_MIX = [
-    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
-    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
-]
 _FACTORS = np.random.Generator(np.random.PCG64(20)).integers(
     1, 2**64 - 1, size=64, dtype=np.uint64
 ) | np.uint64(1)
@@ -65,14 +61,10 @@ def hashes(words: Sequence[str]) -> Hashes:
 
 
 def runs(numbers: Hashes, size: int) -> Hashes:
-    """[tokens - size + 1] one number for each run of ``size`` tokens (at most 64); may be empty."""
+    """[tokens - size + 1] one number for each run of ``size`` tokens (at most 64); may be empty.
+
+    Their high bits are the good ones.
+    """
     if len(numbers) < size:
         return np.empty(0, dtype=np.uint64)
-    return mixed(np.correlate(numbers, _FACTORS[:size], "valid") + np.uint64(size))
-
-
-def mixed(numbers: Hashes) -> Hashes:
-    """A bijection of 64-bit numbers after which every bit depends on every bit."""
-    for shift, factor in _MIX:
-        numbers = (numbers ^ (numbers >> shift)) * factor
-    return numbers ^ (numbers >> np.uint64(31))
+    return np.correlate(numbers, _FACTORS[:size], "valid") + np.uint64(size)

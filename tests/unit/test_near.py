@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from dspark.corpus.near import RUN, NearDuplicates, shingles
-from dspark.corpus.words import hashes, length, runs, tokens
+from dspark.corpus.words import Hashes, hashes, length, runs, tokens
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "lnrst"]
 
 
 def written(rng: random.Random, count: int) -> list[str]:
     return [rng.choice(WORDS) for _ in range(count)]
+
+
+def runs_of(words: Sequence[str]) -> Hashes:
+    return shingles(hashes(words))
 
 
 def run_set(text: Sequence[str]) -> set[tuple[str, ...]]:
@@ -39,14 +43,14 @@ def shares_found(threshold: float, count: int = 200) -> tuple[float, float]:
     rng = random.Random(int(threshold * 100))
     near = NearDuplicates(threshold)
     texts = [written(rng, rng.randrange(60, 250)) for _ in range(count)]
-    assert sum(near.add(shingles(text)) for text in texts) == count
+    assert sum(near.add(runs_of(text)) for text in texts) == count
     close, far = [], []
     for text in texts:
         other, similarity = changed(rng, text, min(threshold + 0.12, 1.0))
         if similarity >= threshold + 0.1:
-            close.append(not near.add(shingles(other)))
+            close.append(not near.add(runs_of(other)))
         other, similarity = changed(rng, text, threshold - 0.3)
-        far.append(not near.add(shingles(other)))
+        far.append(not near.add(runs_of(other)))
     assert len(close) > count / 4
     return sum(close) / len(close), sum(far) / len(far)
 
@@ -61,18 +65,18 @@ def test_near_texts_are_found_and_others_are_kept(threshold: float) -> None:
 def test_short_texts_are_near_only_when_all_words_are_equal() -> None:
     near = NearDuplicates(0.8)
     for text in ("Why is the sky blue?", "Why is the sea blue?", "Why?", "Why not?"):
-        assert near.add(shingles(tokens(text)))
-    assert not near.add(shingles(tokens("why is the sky: BLUE")))
-    assert not near.add(shingles(tokens("why")))
+        assert near.add(runs_of(tokens(text)))
+    assert not near.add(runs_of(tokens("why is the sky: BLUE")))
+    assert not near.add(runs_of(tokens("why")))
 
 
 def test_texts_without_spaces_are_compared_by_characters() -> None:
     one = "请解释为什么天空是蓝色的，并且用一个简单的比喻帮助小学生理解这个现象的原因和意义所在。"
     assert len(tokens(one)) == 41
     near = NearDuplicates(0.8)
-    assert near.add(shingles(tokens(one)))
-    assert not near.add(shingles(tokens(one.replace("在。", "处！"))))
-    assert near.add(shingles(tokens(one[:20] + "并且告诉我海水为什么尝起来是咸的而湖水不是")))
+    assert near.add(runs_of(tokens(one)))
+    assert not near.add(runs_of(tokens(one.replace("在。", "处！"))))
+    assert near.add(runs_of(tokens(one[:20] + "并且告诉我海水为什么尝起来是咸的而湖水不是")))
     assert length(tokens(one)) == pytest.approx(41 * 0.65)
     assert tokens("ＡＢＣ 小明有3个apple") == ["abc", "小", "明", "有", "3", "个", "apple"]
 
@@ -100,7 +104,7 @@ def test_answers_are_those_of_a_search_that_forgets_nothing(
     for text in texts:
         own = run_set(text)
         first = all(len(own & other) < 0.8 * len(own | other) for other in sets)
-        answer = near.add(shingles(text))
+        answer = near.add(runs_of(text))
         agree += answer == first
         if answer:
             kept.append(text)
@@ -109,14 +113,14 @@ def test_answers_are_those_of_a_search_that_forgets_nothing(
     assert len(near) == len(kept) > 100
     # the estimate errs within some 0.04 of the threshold; a lost chain would keep every repetition
     assert agree / len(texts) > 0.9
-    assert not any(near.add(shingles(text)) for text in kept)
+    assert not any(near.add(runs_of(text)) for text in kept)
 
 
 def test_hashes_are_the_same_in_every_process() -> None:
     numbers = hashes(["the", "sky", "蓝"])
     assert numbers.tolist() == [1011183078, 103183599, 2355260970]
-    assert runs(numbers, 2).tolist() == [8630644864377414880, 12985968591874833946]
-    signature = NearDuplicates._signature(shingles(["the", "sky"]))
-    assert signature[:6].tolist() == [82, 130, 57, 56, 109, 78]
+    assert runs(numbers, 2).tolist() == [2779069472822122997, 15870756958361716205]
+    signature = NearDuplicates._signature(runs_of(["the", "sky"]))
+    assert signature[:6].tolist() == [171, 92, 210, 77, 19, 73]
     assert len(runs(numbers, 4)) == 0
     assert not hashes([]).tolist()
