@@ -7,8 +7,8 @@ agree with it in all values of one of the bands, and is a duplicate when the sha
 values says that the similarity is at least the threshold. The first of several near texts is kept.
 Broder, "On the resemblance and containment of documents", 1997; b-bit values: Li and König, 2010.
 
-Memory per kept text: 128 bytes of signature and 8 to 12 a band; at 0.8 with its 16 bands about
-0.3 GB for a million texts.
+Memory per kept text: 128 bytes of signature and 8 to 12 a band; at 0.8 with its 16 bands 0.3
+to 0.5 GB for a million texts.
 """
 
 import numpy as np

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dspark.corpus.near import RUN, NearDuplicates, shingles
@@ -91,13 +92,13 @@ def test_answers_are_those_of_a_search_that_forgets_nothing(
         changed(rng, rng.choice(moulds), rng.choice([1, 0.9, 0.8, 0.6]))[0] for _ in range(400)
     ]
     make_room = NearDuplicates._make_room
-    sizes: list[int] = []
+    first_sizes, sizes = [4], []
 
-    def small(self: Any, size: int) -> None:
-        sizes.append(min(size, 4) if not sizes else size)
+    def sized(self: Any, size: int) -> None:
+        sizes.append(first_sizes.pop() if first_sizes else size)
         make_room(self, sizes[-1])
 
-    monkeypatch.setattr(NearDuplicates, "_make_room", small)
+    monkeypatch.setattr(NearDuplicates, "_make_room", sized)
     near, agree = NearDuplicates(0.8), 0
     kept: list[list[str]] = []
     sets: list[set[tuple[str, ...]]] = []
@@ -111,9 +112,26 @@ def test_answers_are_those_of_a_search_that_forgets_nothing(
             sets.append(own)
     assert len(sizes) > 5
     assert len(near) == len(kept) > 100
+    first_sizes.append(sizes[-1])
+    large = NearDuplicates(0.8)
+    for text in kept:
+        assert large.add(runs_of(text))
+    assert np.array_equal(near._heads, large._heads)
+    assert np.array_equal(near._next, large._next)
     # the estimate errs within some 0.04 of the threshold; a lost chain would keep every repetition
     assert agree / len(texts) > 0.9
     assert not any(near.add(runs_of(text)) for text in kept)
+
+
+def test_texts_that_fall_into_one_slot_are_all_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(self: NearDuplicates, signatures: Any) -> Any:
+        return np.zeros((len(signatures), self._bands), dtype=np.int64)
+
+    monkeypatch.setattr(NearDuplicates, "_slots", one)
+    rng = random.Random(2)
+    near, texts = NearDuplicates(0.8), [written(rng, 30) for _ in range(200)]
+    assert all(near.add(runs_of(text)) for text in texts)
+    assert not any(near.add(runs_of(text)) for text in texts)
 
 
 def test_hashes_are_the_same_in_every_process() -> None:

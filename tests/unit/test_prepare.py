@@ -118,6 +118,24 @@ def test_parquet_and_gzip_are_read_too(tmp_path: Path) -> None:
     assert report["excluded"][0]["overlaps"] == 1
 
 
+def test_every_text_of_a_prompt_is_compared_with_excluded_ones(tmp_path: Path) -> None:
+    leak = {"role": "user", "content": "So: " + text(50)}
+    rows = [
+        {"turns": [text(1), leak["content"]]},
+        {"messages": [{**leak, "role": "system"}, *asked(2)["messages"]]},
+        {"messages": [*asked(3)["messages"], {**leak, "role": "assistant"}, *asked(4)["messages"]]},
+        # an answer that would be made anew is no part of the prompt
+        {"messages": [*asked(5)["messages"], {**leak, "role": "assistant"}]},
+        {"turns": [text(6), text(7)]},
+        {"turns": [text(6), text(8)]},
+    ]
+    excluded = write(tmp_path / "e.jsonl", {"x": {"y": ["z", text(50)]}})
+    source = write(tmp_path / "in.jsonl", *rows)
+    report = made(tmp_path / "out", source, exclude=(excluded,), heldout="0")
+    assert report["reasons"] == {"overlap": 3}
+    assert report["counts"]["train"] == 3
+
+
 def test_near_texts_stay_when_the_search_is_off(tmp_path: Path) -> None:
     one = text(1)
     rows = [{"text": one}, {"text": one + "!"}, {"text": one.replace(" ", "\n")}]
@@ -161,6 +179,8 @@ def test_a_limit_counts_what_is_kept(tmp_path: Path) -> None:
     report = made(tmp_path / "out", a, b, limit=11, heldout="4")
     assert report["counts"] == {"read": 12, "train": 7, "heldout": 4, "rejected": 1}
     assert [(one["rows"], one["kept"]) for one in report["sources"]] == [(12, 11), (0, 0)]
+    report = made(tmp_path / "fewer", a, b, limit=6, heldout="0.5")
+    assert [(one["rows"], one["kept"]) for one in report["sources"]] == [(6, 6), (0, 0)]
 
 
 def test_the_same_command_finds_its_work_done(tmp_path: Path) -> None:
