@@ -53,7 +53,7 @@ def _prepare(
     Public sets by name: open-perfectblend, ling-open-perfectblend, sharegpt, ultrachat, magpie,
     nemotron-post-training-v2 (speculator-benchmarks for --exclude).
 
-    Example: dspark prepare open-perfectblend 'my/*.jsonl' --out outputs/prompts --heldout 500 \
+    Example: dspark prepare open-perfectblend 'my/*.jsonl' --out outputs/prompts --heldout 500
     --exclude speculator-benchmarks 'eval/*.jsonl'
     """
     from dspark.corpus.prepare import PrepareSettings

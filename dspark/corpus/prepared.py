@@ -66,7 +66,8 @@ def prepare(settings: PrepareSettings, out: Path) -> tuple[dict[str, Any], bool]
             return there, False
 
         read_from = _pin(sources, wanted["sources"])
-        overlap, excluded_rows = exclude(_pin(excluded, wanted["excluded"]))
+        kept_out = _pin(excluded, wanted["excluded"])
+        overlap, excluded_rows = exclude(kept_out)
         near = None if threshold is None else NearDuplicates(threshold)
         selection = Selection(overlap, near, settings.seed)
         work.mkdir()
@@ -81,8 +82,8 @@ def prepare(settings: PrepareSettings, out: Path) -> tuple[dict[str, Any], bool]
         for one, source in zip(wanted["sources"], read_from, strict=True):
             one["rows"] = selection.read.get(source, 0)
             one["kept"] = selection.kept.get(source, 0)
-        for one, (source, rows) in zip(wanted["excluded"], excluded_rows.items(), strict=True):
-            one["rows"] = rows
+        for one, source in zip(wanted["excluded"], kept_out, strict=True):
+            one["rows"] = excluded_rows[source]
             one["overlaps"] = selection.overlaps.get(source, 0)
         rejects = selection.rejects.to_dict()
         report = {

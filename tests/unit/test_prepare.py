@@ -307,6 +307,11 @@ def test_hub_sets_are_pinned_and_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert [one["overlaps"] for one in report["excluded"]] == [1] + [0] * 7
     row = json.loads((tmp_path / "out/train.jsonl").read_text().splitlines()[0])
     assert row["source"] == "HuggingFaceH4/ultrachat_200k:train_sft"
+    # one commit by two names
+    twice = ("ultrachat", "HuggingFaceH4/ultrachat_200k@c0ffee")
+    own = write(tmp_path / "own.jsonl", asked(3), asked(9))
+    both = made(tmp_path / "twice", own, exclude=twice, heldout="0")
+    assert [one["overlaps"] for one in both["excluded"]] == [1, 1]
     # nothing is read again
     count = len(calls)
     settings = PrepareSettings(sources=("ultrachat",), exclude=excluded, heldout="1")
