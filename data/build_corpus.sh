@@ -4,8 +4,9 @@
 #
 #   data/build_corpus.sh [CONFIG] [key.sub=value ...]
 #
-# COUNT prompts (default 20000) go to $OUT/prompts-COUNT.jsonl. EXCLUDE names evaluation files whose text
-# must not be trained on, WHEELS a folder of downloaded wheels (data/README.md).
+# COUNT prompts (default 20000) go to $OUT/prompts-COUNT.jsonl, or, with SETS (names of public sets, files,
+# globs), to $OUT/prompts-COUNT/. EXCLUDE names evaluation files whose text must not be trained on, WHEELS a
+# folder of downloaded wheels (data/README.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,8 +21,15 @@ TARGET=$("$PYTHON" -m dspark.config_io "$CONFIG" target.path -- "$@")
 COUNT=${COUNT:-20000}
 PROMPTS=$OUT/prompts-$COUNT.jsonl
 
-# 1. Prompts: generated, plus Python's own library; the held-out prompts are kept out.
-if [ ! -e "$PROMPTS" ]; then
+# 1. Prompts: generated, plus Python's own library, or those of SETS; the held-out prompts are kept out.
+if [ -n "${SETS:-}" ]; then
+    set -f # dspark expands the globs
+    # shellcheck disable=SC2086 # SETS and EXCLUDE are lists
+    "$PYTHON" -m dspark prepare $SETS --out "$OUT/prompts-$COUNT" --limit "$COUNT" \
+        --exclude data/prompts/heldout.jsonl ${EXCLUDE:-}
+    set +f
+    PROMPTS=$OUT/prompts-$COUNT/train.jsonl
+elif [ ! -e "$PROMPTS" ]; then
     # shellcheck disable=SC2086 # EXCLUDE is a list of globs
     "$PYTHON" data/build_prompts.py --out "$PROMPTS" --count "$COUNT" --seed 0 \
         --stdlib ${WHEELS:+--wheels "$WHEELS"} --exclude data/prompts/heldout.jsonl ${EXCLUDE:-}

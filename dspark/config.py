@@ -110,7 +110,7 @@ class SampleSettings(_Settings):
     """Prompts in, responses of the target out."""
 
     prompts: tuple[str, ...] = ()
-    """Files, globs, folders or hub ids."""
+    """Files, globs, folders, hub ids or names of public sets (`open-perfectblend`, …)."""
     out: str = "outputs/responses.jsonl"
     limit: PositiveInt | None = None
     """First N prompts only."""

@@ -1,15 +1,81 @@
-"""`dspark sample`, `doctor` and `capture`."""
+"""`dspark prepare`, `sample`, `doctor` and `capture`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from dspark.cli.common import ConfigFile, Json, Overrides, finish, override, read_config
 
 __all__ = ["register"]
 
 Target = Annotated[str | None, typer.Option(help="Directory, hub id or known name.")]
+
+
+class _Prepare(typer.core.TyperCommand):
+    """`--exclude A B` excludes both; with one word an option, B would be trained on."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        excluding = False
+        for word in args:
+            if excluding and not word.startswith("-") and spread[-1] != "--exclude":
+                spread.append("--exclude")
+            elif word.startswith("-"):
+                excluding = word == "--exclude" or word.startswith("--exclude=")
+            spread.append(word)
+        return super().parse_args(ctx, spread)
+
+
+def _prepare(
+    sources: Annotated[
+        list[str], typer.Argument(help="Files, globs, folders, hub ids, names of public sets.")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to make.")],
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to keep out: one or more words like the sources."),
+    ] = None,
+    heldout: Annotated[str, typer.Option(help="Held-out prompts: 500, or a share: 0.02.")] = "0.02",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Stop when N prompts are kept, held-out ones too.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides which prompts are held out.")] = 0,
+    near: Annotated[
+        str, typer.Option(help="Similarity of near duplicates, 0.5 to 1, or off.")
+    ] = "0.8",
+    as_json: Json = False,
+) -> None:
+    """Public sets and your own files to prompts without duplicates or evaluation text.
+
+    Writes train.jsonl, heldout.jsonl and prepare.json, which tells where every row has gone.
+    Public sets by name: open-perfectblend, ling-open-perfectblend, sharegpt, ultrachat, magpie,
+    nemotron-post-training-v2 (speculator-benchmarks for --exclude).
+
+    Example: dspark prepare open-perfectblend 'my/*.jsonl' --out outputs/prompts --heldout 500
+    --exclude speculator-benchmarks 'eval/*.jsonl'
+    """
+    from dspark.corpus.prepare import PrepareSettings
+    from dspark.corpus.prepared import prepare
+
+    settings = PrepareSettings(
+        sources=tuple(sources),
+        exclude=tuple(exclude or ()),
+        heldout=heldout,
+        limit=limit,
+        seed=seed,
+        near=near,
+    )
+    report, made = prepare(settings, out)
+    counts = report["counts"]
+    reasons = ", ".join(f"{reason} {count}" for reason, count in report["reasons"].items())
+    print(
+        f"{out}{'' if made else ' is there already'}: {counts['read']} rows read = "
+        f"{counts['train']} train + {counts['heldout']} held out + {counts['rejected']} rejected"
+        + (f" ({reasons})" if reasons else "")
+    )
+    finish({"out": str(out), "made": made, **report}, as_json)
 
 
 def _sample(
@@ -35,6 +101,7 @@ def _sample(
     from dspark.corpus.chat import check_template
     from dspark.corpus.endpoint import errors_file, sample_endpoint
     from dspark.corpus.files import expand
+    from dspark.corpus.presets import refuse_evaluation
     from dspark.corpus.prompts import iterate_prompts, read_prompts
     from dspark.corpus.rejects import Rejects
     from dspark.corpus.sampler import sample_responses
@@ -55,6 +122,7 @@ def _sample(
         raise ConfigError("sample.prompts is empty; give --prompts with files, globs or hub ids")
     rejects = Rejects()
     ask = settings.sample
+    refuse_evaluation(ask.prompts, "sample.prompts")
     # a source that is not there is told before anything is loaded or asked
     if ask.endpoint is None:
         rows = read_prompts(ask.prompts, ask.limit, rejects, with_tools=True)
@@ -149,6 +217,7 @@ def _capture(
 
 def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
+    app.command("prepare", cls=_Prepare)(_prepare)
     app.command("sample")(_sample)
     app.command("doctor")(_doctor)
     app.command("capture")(_capture)

@@ -9,13 +9,13 @@ import glob
 import gzip
 import importlib.util
 import json
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dspark.corpus.presets import HubSource, hub_sources, unknown
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.errors import DataError, MissingPackageError
 
@@ -23,7 +23,6 @@ __all__ = ["RawRow", "expand", "read_rows"]
 
 _LINES = (".jsonl", ".jsonl.gz", ".ndjson")
 _SUFFIXES = (*_LINES, ".json", ".json.gz", ".parquet")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,9 @@ class RawRow:
 def expand(sources: Sequence[str]) -> list[str]:
     """Files (as paths) and hub ids (as `hub://owner/name:split`) behind ``sources``, in order.
 
-    Folders are searched recursively; what a glob or folder finds is sorted by name. A sampler's
-    list of failed rows (`.errors.jsonl`) is passed over unless it is named.
+    A file or folder comes before a set of the same name (`presets`). Folders are searched
+    recursively; what a glob or folder finds is sorted by name. A sampler's list of failed rows
+    (`.errors.jsonl`) is passed over unless it is named.
 
     Raises:
         DataError: no source is given, one does not exist, or one holds no readable file.
@@ -66,13 +66,12 @@ def expand(sources: Sequence[str]) -> list[str]:
             if not matches:
                 raise DataError(f"glob '{source}' matches no {', '.join(_SUFFIXES)} file")
             found += matches
-        elif _HUB_ID.fullmatch(source) and not source.endswith(_SUFFIXES):
-            name, _, split = source.partition(":")
-            found.append(f"hub://{name}:{split or 'train'}")
+        elif not source.endswith(_SUFFIXES) and (sets := hub_sources(source)):
+            found += map(str, sets)
         else:
             raise DataError(
                 f"data source '{source}' is neither an existing file or folder nor a hub id "
-                "like owner/name or owner/name:split"
+                f"like owner/name or owner/name:split{unknown(source)}"
             )
     return list(dict.fromkeys(found))
 
@@ -163,20 +162,21 @@ def _parquet(source: str) -> Iterator[tuple[int, Any]]:
 
 
 def _hub(source: str) -> Iterator[tuple[int, Any]]:
-    name, split = source.removeprefix("hub://").rsplit(":", 1)
+    hub = HubSource.parse(source)
+    assert hub is not None, source
     if importlib.util.find_spec("datasets") is None:
         raise MissingPackageError(
-            f"reading '{name}' from the hub needs datasets: pip install 'dspark[data]'"
+            f"reading '{hub.name}' from the hub needs datasets: pip install 'dspark[data]'"
         )
     import datasets
 
     try:
-        rows = datasets.load_dataset(name, split=split, streaming=True)
+        rows = datasets.load_dataset(hub.name, streaming=True, **hub.options())
         for number, row in enumerate(rows, 1):
-            yield number, {key: value for key, value in row.items() if value is not None}
+            yield number, hub.shaped(row)
     except Exception as error:  # the hub client raises a dozen unrelated types
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"'{name}' is no file or folder here, and as a data set of the hub (split {split}) "
-            f"it cannot be read: {first}"
+            f"'{hub.name}' is no file or folder here, and as a data set of the hub "
+            f"(split {hub.split}) it cannot be read: {first}"
         ) from error

@@ -4,58 +4,141 @@ A prompt overlaps when it shares a run of 13 words with an excluded text, when t
 equal, or when one of its sentences or lines is a sentence or line of an excluded text (eight words
 or more, or five with a number among them: stock questions such as "How many are left?" are no
 leak). Words are compared in lower case without punctuation. Thirteen words: GPT-3, arXiv:2005.14165
-appendix C.
+appendix C. Where scripts without spaces make up most of a run, it is 20 characters long, which is
+about as much text; a sentence counts by the same rate (`words.CHARACTER`).
+
+Only hashes are kept: 12 bytes for each word and sentence excluded, some 40 while they are sorted.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from dspark.corpus.words import CHARACTER, Hashes, hashes, length, runs, spaceless, tokens
 from dspark.errors import DataError
 
-__all__ = ["Overlap", "read_texts"]
+__all__ = ["Overlap", "read_texts", "strings"]
 
 _RUN = 13
+_CHARACTER_RUN = round(_RUN / CHARACTER)
+_END = re.compile(r"[.?!:]\s+|[\u3002\uff1f\uff01\uff1a\uff1b]|\n+")
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+def _runs(words: list[str], numbers: Hashes) -> Hashes:
+    """Hashes of the runs that tell a text; which runs do depends on their tokens alone."""
+    single = spaceless(words)
+    if not single.any():
+        return runs(numbers, _RUN)
+    before = np.concatenate([[0], np.cumsum(single)])
+    found = []
+    for size, of_characters in ((_RUN, False), (_CHARACTER_RUN, True)):
+        if len(words) >= size:
+            mostly = 2 * (before[size:] - before[:-size]) > size
+            found.append(runs(numbers, size)[mostly == of_characters])
+    return np.concatenate(found) if found else np.empty(0, dtype=np.uint64)
 
 
-def _units(text: str) -> Iterator[str]:
-    """Sentences and lines that are long enough to be recognised."""
-    for unit in re.split(r"(?<=[.?!:])\s+|\n+", text):
-        words = _words(unit)
-        if len(words) >= 8 or (len(words) >= 5 and any(w.isdigit() for w in words)):
-            yield " ".join(words)
+def _units(text: str, words: list[str]) -> Hashes:
+    """Hashes of the text and of those sentences and lines that are long enough to be known by."""
+    found = [_hash(words)]
+    parts = _END.split(text)
+    for part in parts if len(parts) > 1 else ():
+        unit = tokens(part)
+        size = length(unit)
+        if size >= 8 or (size >= 5 and any(word.isdigit() for word in unit)):
+            found.append(_hash(unit))
+    return np.array(found, dtype=np.uint64)
+
+
+def _hash(words: list[str]) -> int:
+    text = " ".join(words).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+class _Table:
+    """Hashes and the number of the set that each was first seen in."""
+
+    def __init__(self) -> None:
+        self._hashes = np.empty(0, dtype=np.uint64)
+        self._sets = np.empty(0, dtype=np.uint32)
+        self._new: list[tuple[Hashes, int]] = []
+        self._waiting = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._new) or len(self._hashes) > 0
+
+    def add(self, numbers: Hashes, of_set: int) -> None:
+        self._new.append((numbers, of_set))
+        self._waiting += len(numbers) + 1
+        if self._waiting > 100_000 + len(self._hashes):
+            self._sort_in()
+
+    def first(self, numbers: Hashes) -> int | None:
+        """The set of the first of ``numbers`` that is known."""
+        if self._new:
+            self._sort_in()
+        if not len(self._hashes) or not len(numbers):
+            return None
+        at = np.minimum(np.searchsorted(self._hashes, numbers), len(self._hashes) - 1)
+        known = np.flatnonzero(self._hashes[at] == numbers)
+        return int(self._sets[at[known[0]]]) if len(known) else None
+
+    def _sort_in(self) -> None:
+        every = np.concatenate([self._hashes, *(numbers for numbers, _ in self._new)])
+        sets: list[npt.NDArray[np.uint32]] = [
+            np.full(len(numbers), of_set, dtype=np.uint32) for numbers, of_set in self._new
+        ]
+        # of equal ones `unique` names the first
+        self._hashes, places = np.unique(every, return_index=True)
+        self._sets = np.concatenate([self._sets, *sets])[places]
+        self._new.clear()
+        self._waiting = 0
 
 
 class Overlap:
-    """Knows a set of excluded texts. ``kind_of(text)`` says how a text overlaps with them."""
+    """Knows sets of excluded texts. ``kind_of(text)`` says how a text overlaps with them."""
 
     def __init__(self, excluded: Iterable[str] = ()) -> None:
-        self._runs: set[int] = set()
-        self._units: set[str] = set()
-        for text in excluded:
-            words = _words(text)
-            self._units.add(" ".join(words))
-            self._units.update(_units(text))
-            self._runs.update(self._hashes(words))
+        self._names: list[str] = []
+        self._runs = _Table()
+        self._units = _Table()
+        self.add("excluded", excluded)
 
-    @staticmethod
-    def _hashes(words: list[str]) -> Iterator[int]:
-        for i in range(len(words) - _RUN + 1):
-            yield hash(tuple(words[i : i + _RUN]))
+    def add(self, name: str, texts: Iterable[str]) -> None:
+        """Exclude ``texts`` too; `find` tells the ``name``."""
+        number = len(self._names)
+        self._names.append(name)
+        for text in texts:
+            words = tokens(text)
+            self._runs.add(_runs(words, hashes(words)), number)
+            self._units.add(_units(text, words), number)
+
+    def find(
+        self, text: str, words: list[str] | None = None, numbers: Hashes | None = None
+    ) -> tuple[str, str] | None:
+        """(kind, name of the set), with `13-gram` or `same text` as the kind; None if clean.
+
+        ``words`` and ``numbers`` are the text's `tokens` and their `hashes`, where they are known.
+        """
+        if not self._runs and not self._units:
+            return None
+        words = tokens(text) if words is None else words
+        numbers = hashes(words) if numbers is None else numbers
+        number = self._runs.first(_runs(words, numbers))
+        if number is not None:
+            return "13-gram", self._names[number]
+        number = self._units.first(_units(text, words))
+        return None if number is None else ("same text", self._names[number])
 
     def kind_of(self, text: str) -> str | None:
         """``13-gram`` or ``same text``; None when nothing is shared."""
-        words = _words(text)
-        if any(run in self._runs for run in self._hashes(words)):
-            return "13-gram"
-        if " ".join(words) in self._units or any(unit in self._units for unit in _units(text)):
-            return "same text"
-        return None
+        found = self.find(text)
+        return found[0] if found else None
 
 
 def read_texts(paths: Iterable[Path]) -> Iterator[str]:
@@ -66,20 +149,25 @@ def read_texts(paths: Iterable[Path]) -> Iterator[str]:
     """
     for path in paths:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            with path.open(encoding="utf-8", newline="\n") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield from strings(_parsed(line, f"{path} line {number}"))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"excluded file {path} cannot be read: {error}") from error
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield from _strings(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{path} line {number} is not JSON: {error.msg}") from error
 
 
-def _strings(value: object) -> Iterator[str]:
+def _parsed(line: str, place: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place} is not JSON: {error.msg}") from error
+
+
+def strings(value: object) -> Iterator[str]:
+    """Every string inside a JSON value, keys aside."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _strings(part)
+            yield from strings(part)

@@ -209,3 +209,12 @@ def test_an_error_says_which_kind_it_is_by_its_exit_code(
     assert stream.getvalue() == words
     # a pipe reads results from there
     assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_sampled_from_an_evaluation_set(
+    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for source in ("speculator-benchmarks", "RedHatAI/speculator_benchmarks:x"):
+        assert run(monkeypatch, "sample", "--prompts", source) == 2
+        said = capsys.readouterr().err
+        assert "sample.prompts: 'RedHatAI/speculator_benchmarks' is an evaluation set" in said
