@@ -7,6 +7,7 @@ prompts only have no answers yet; that is not an error. What is kept of a row do
 its length: files of any size can be examined.
 """
 
+from array import array
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -173,7 +174,7 @@ class _Reader:
             raise RowError(Reason.DUPLICATE_ID, key[:40])
 
     def _count_content(self, ids: Sequence[int]) -> None:
-        self.report.duplicate_contents += not self._contents.add(" ".join(map(str, ids)))
+        self.report.duplicate_contents += not self._contents.add(array("q", ids).tobytes())
 
 
 def _has_answer(raw: RawRow) -> bool:
