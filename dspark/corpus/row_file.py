@@ -81,7 +81,7 @@ class RowFile:
         data = bytearray(self._bytes(start, end))
         ids = torch.frombuffer(data, dtype=torch.int32, count=length)
         mask = torch.frombuffer(data, dtype=torch.bool, count=length, offset=4 * length)
-        return data[5 * length :].decode("utf-8", "surrogatepass"), ids.long(), mask.clone()
+        return data[5 * length :].decode("utf-8", "surrogatepass"), ids.long(), mask
 
     def _bytes(self, start: int, end: int) -> bytes:
         if start >= self._written:

@@ -341,14 +341,14 @@ def test_the_page_is_self_contained_and_escapes_the_data(tokenizer: Any, tmp_pat
     evil = "<script>alert('x')</script>\x00\x1b[31m"
     rows = [
         said("q" + evil, "a" + evil, category=evil),
-        sampled(tokenizer, "s" + evil, 40, 20, template_hash=evil, sampling={evil: 1}),
+        sampled(tokenizer, "s" + evil, 150, 140, template_hash=evil, sampling={evil: 1}),
         {**tokens(evil, 8, 4), "format": evil},
         '{"messages": [{"role": "<script>", "content": "x"}]}',
     ]
     folder = tmp_path / "<script>"
     folder.mkdir()
     source = write(folder / "r.jsonl", *rows)
-    data = DataSettings(max_length=30)
+    data = DataSettings(max_length=90)
     text = page(examine([source], tokenizer, data, show=3), [source])
     assert "<script" not in text
     assert "\x00" not in text
