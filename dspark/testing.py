@@ -14,9 +14,9 @@ from dspark.config import DraftSettings
 from dspark.draft import DSparkDraftModel
 from dspark.draft.config import config_for_target
 from dspark.target import HFTarget, LingTarget, Target
+from dspark.target.attention import ATTENTION_NAME
 from dspark.target.config import LingConfig
 from dspark.target.model import LingModel
-from dspark.target.rows import ATTENTION_NAME
 from dspark.target.synthetic import make_checkpoint, synthetic
 from dspark.target.weights import fill
 

@@ -155,13 +155,14 @@ def _doctor(
     target: Annotated[str, typer.Option(help="Whose tokenizer and template.")] = "smollm2-135m",
     max_length: Annotated[int, typer.Option(help="Tokens of a training row.")] = 4096,
     show: Annotated[int, typer.Option(help="Rows whose mask is shown in colour.")] = 1,
+    html: Annotated[Path | None, typer.Option(help="Write the report as one page, too.")] = None,
     as_json: Json = False,
 ) -> None:
     """What is wrong with this data, before a GPU hour is spent on it.
 
     Single rows that cannot be used are counted and their lines named, and the exit code is 0:
-    sampling and training pass over them. It is 2 when nothing can be trained on or a file holds
-    no usable row.
+    sampling and training pass over them. It is 2 when nothing can be trained on, every answer is
+    empty or a file holds no usable row.
 
     Example: dspark doctor outputs/responses.jsonl --target smollm2-135m
     """
@@ -169,14 +170,21 @@ def _doctor(
 
     from dspark.config import DataSettings
     from dspark.corpus.doctor import examine
+    from dspark.corpus.doctor_html import page
+    from dspark.errors import ConfigError
+    from dspark.provenance import write_text
     from dspark.target import load_tokenizer
 
     settings = read_config(
         None, None, override("target.path", target), override("data.max_length", max_length)
     )
     assert isinstance(settings.data, DataSettings)
+    if html is not None and html.is_dir():
+        raise ConfigError(f"--html {html} is a directory: name a file to write")
     report = examine(data, load_tokenizer(settings.target), settings.data, show=show)
     report.render(Console())
+    if html is not None:
+        write_text(html, page(report, data))
     finish(report.to_dict(), as_json)
     report.check()
 

@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from dspark.config import DataSettings
 from dspark.corpus.chat import template_hash
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.corpus.responses import Response, read_responses
+from dspark.corpus.row_file import RowFile
 from dspark.corpus.store import FeatureStore
 from dspark.errors import DataError
 
@@ -61,6 +62,8 @@ class Batch:
 class ResponseRows:
     """Rows of `data.responses`, cut to `max_length`; too few supervised tokens reject a row.
 
+    Ids and masks lie in a temporary file (`row_file`), not in memory.
+
     Args:
         data: where the rows are and what they may be.
         tokenizer: the target's; renders conversations that are not tokenised yet.
@@ -68,6 +71,7 @@ class ResponseRows:
 
     Raises:
         DataError: a source cannot be read, or no row has enough supervised tokens.
+        RunError: the disk for temporary files is too small.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class ResponseRows:
         """Rows that were longer than `max_length`."""
         self.thinking: Counter[str] = Counter()
         """Rows by the template's switch: `on`, `off`, `unset`."""
-        self._rows: list[Row] = []
+        self._rows = RowFile()
         templates: set[str] = set()
         for response in read_responses(
             data.responses, tokenizer, rejects=self.rejects, vocab_size=vocab_size
@@ -94,28 +98,24 @@ class ResponseRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        row = self._rows[index]
-        return replace(row, input_ids=row.input_ids.long())
+        return Row(*self._rows.read(index))
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.input_ids) for row in self._rows)
+        return self._rows.num_tokens
 
-    def lengths(self) -> list[int]:
-        """Tokens of every row."""
-        return [len(row.input_ids) for row in self._rows]
+    def lengths(self) -> Sequence[int]:
+        """Tokens of every row. Do not write to it."""
+        return self._rows.lengths
 
     def used_ids(self) -> set[int]:
         """Every token id that occurs: none of them can be the mask token."""
-        used: set[int] = set()
-        for row in self._rows:
-            used.update(row.input_ids.tolist())
-        return used
+        return set(self._rows.used)
 
     def _add(self, response: Response, data: DataSettings) -> None:
         cut = len(response.input_ids) > data.max_length
-        mask = torch.tensor(response.loss_mask[: data.max_length], dtype=torch.bool)
-        supervised = int(mask.sum())
+        mask = response.loss_mask[: data.max_length]
+        supervised = sum(mask)
         if supervised < data.min_supervised_tokens:
             detail = f"{supervised} of {data.min_supervised_tokens}{', cut' if cut else ''}"
             error = RowError(Reason.TOO_FEW_SUPERVISED, detail)
@@ -123,12 +123,10 @@ class ResponseRows:
             return
         self.num_cut += cut
         self.thinking[response.switch] += 1
-        # 32 bits here, 64 when a row is asked for: a large set stays in memory
-        ids = torch.tensor(response.input_ids[: data.max_length], dtype=torch.int32)
-        self._rows.append(Row(response.key, ids, mask))
+        self._rows.append(response.key, response.input_ids[: data.max_length], mask)
 
     def _report(self, data: DataSettings, templates: set[str], tokenizer: Any) -> None:
-        if not self._rows:
+        if not len(self._rows):
             raise DataError(
                 f"no row of {', '.join(data.responses)} has {data.min_supervised_tokens} "
                 f"supervised tokens within {data.max_length}: {self.rejects.explained()}"

@@ -1,11 +1,13 @@
 """What is wrong with this data, before any GPU hour is spent on it.
 
 Every row is read as training would read it. The report says how many rows are usable and why the
-others are not, how much of them is supervised, cut or stopped by length, and shows the mask of the
-first rows in colour. Files that hold prompts only have no answers yet; that is not an error.
+others are not, how much of them is supervised, cut or stopped by length, in which languages they
+are and how they were sampled, and shows the mask of the first rows in colour. Files that hold
+prompts only have no answers yet; that is not an error. What is kept of a row does not grow with
+its length: files of any size can be examined.
 """
 
-import hashlib
+from array import array
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -13,15 +15,23 @@ from typing import Any
 from dspark.config import DataSettings
 from dspark.corpus.chat import check_template, generation_prompt_ids, template_hash
 from dspark.corpus.doctor_report import DoctorReport, Preview
+from dspark.corpus.doctor_tables import Tally, plain
 from dspark.corpus.files import RawRow, expand, read_rows
 from dspark.corpus.ids import id_limit
-from dspark.corpus.messages import conversation, user_turns
+from dspark.corpus.languages import language
+from dspark.corpus.messages import Message, conversation, user_turns
 from dspark.corpus.prompts import parse_prompt
 from dspark.corpus.rejects import Reason, RowError
 from dspark.corpus.responses import FORMAT, Response, parse_responses
+from dspark.corpus.seen import Seen
 from dspark.progress import Bar
 
 __all__ = ["DoctorReport", "examine"]
+
+_MOST_NAMES = 100  # of categories, settings and the like; the rest are counted together
+_REST = "(others)"
+_SENTENCE = 40  # characters; shorter answers ("yes") repeat themselves in good data too
+_SHOWN_CUT = 64  # tokens of the dropped end of a row
 
 
 def examine(
@@ -39,27 +49,132 @@ def examine(
         TargetError: the tokenizer has no usable chat template.
     """
     check_template(tokenizer)
-    report = DoctorReport(data.max_length, template_hash(tokenizer))
-    keys: set[str] = set()
-    contents: set[bytes] = set()
+    reader = _Reader(tokenizer, data, show)
+    report = reader.report
     with Bar("examining", None) as bar:
         for source in expand(sources):
             read, good = report.rejects.read, False
             for raw in read_rows(source, report.rejects):
                 bar.advance()
-                try:
-                    if _has_answer(raw):
-                        _answer(report, raw, tokenizer, data, keys, contents, show)
-                    else:
-                        _prompt(report, raw, tokenizer, keys, contents, show)
-                    good = True
-                except RowError as error:
-                    report.rejects.add(error, raw.place)
-                    # a row that stands in another file too is a fine row
-                    good = good or error.reason == Reason.DUPLICATE_ID
+                # a row that stands in another file too is a fine row
+                good = reader.take(raw) in (None, Reason.DUPLICATE_ID) or good
             if not good:
                 report.useless[source] = report.rejects.read - read
     return report
+
+
+class _Reader:
+    """Counts one row after the other into `report`."""
+
+    def __init__(self, tokenizer: Any, data: DataSettings, show: int) -> None:
+        self.report = DoctorReport(data.max_length, template_hash(tokenizer))
+        self._tokenizer = tokenizer
+        self._vocab_size = id_limit(tokenizer)
+        self._data = data
+        self._show = show
+        self._keys, self._contents, self._answers = Seen(), Seen(), Seen()
+
+    def take(self, raw: RawRow) -> Reason | None:
+        """The reason for which the row as a whole cannot be used, if there is one."""
+        reason = None
+        before = self.report.rejects.rejected
+        try:
+            if _has_answer(raw):
+                self._answer(raw)
+            else:
+                self._prompt(raw)
+        except RowError as error:
+            reason = error.reason
+            self.report.rejects.add(error, raw.place)
+        category = raw.value.get("category")
+        if isinstance(category, str):
+            name = _named(category, self.report.categories)
+            counts = self.report.categories.setdefault(name, [0, 0])
+            counts[0] += 1
+            counts[1] += self.report.rejects.rejected > before
+        return reason
+
+    def _prompt(self, raw: RawRow) -> None:
+        prompt = parse_prompt(raw)
+        ids = generation_prompt_ids(self._tokenizer, prompt.messages, tools=prompt.tools)
+        self._claim(prompt.id)
+        self._count_content(ids)
+        self.report.kinds["prompt"] += 1
+        self.report.lengths[len(ids)] += 1
+        asked = language(str(prompt.messages[-1]["content"]))
+        self.report.languages.setdefault(asked, Tally()).rows += 1
+        if len(self.report.previews) < self._show:
+            self.report.previews.append([(self._tokenizer.decode(ids), "context")])
+
+    def _answer(self, raw: RawRow) -> None:
+        report = self.report
+        rows = parse_responses(raw, self._tokenizer, vocab_size=self._vocab_size)
+        for row in rows:
+            self._claim(row.key)
+        # a conversation counts as the sequences it is trained as
+        report.rejects.read += len(rows) - 1
+        kind = "conversation"
+        if "input_ids" in raw.value:
+            kind = "sampled" if raw.value.get("format") == FORMAT else "tokenised"
+        for row in rows:
+            supervised = sum(row.loss_mask[: self._data.max_length])
+            if supervised < self._data.min_supervised_tokens:
+                detail = f"{supervised} of {self._data.min_supervised_tokens}"
+                report.rejects.add(RowError(Reason.TOO_FEW_SUPERVISED, detail), raw.place)
+                continue
+            report.kinds[kind] += 1
+            report.supervised += supervised
+            report.all_supervised += kind == "tokenised" and all(row.loss_mask)
+            self._count_row(row)
+            self._count_answer(row, supervised)
+            self._count_content(row.input_ids)
+            if len(report.previews) < self._show:
+                report.previews.append(preview(self._tokenizer, row, report.max_length))
+
+    def _count_row(self, row: Response) -> None:
+        report, length = self.report, len(row.input_ids)
+        report.lengths[length] += 1
+        report.tokens += min(length, report.max_length)
+        report.cut += length > report.max_length
+        report.thinking[row.switch] += 1
+        if row.finish_reason:
+            report.finish_reasons[_named(row.finish_reason, report.finish_reasons)] += 1
+        if row.template_hash and row.template_hash != report.template:
+            report.other_templates[_named(row.template_hash, report.other_templates)] += 1
+
+    def _count_answer(self, row: Response, supervised: int) -> None:
+        report = self.report
+        text, reasoning, called = self._said(row)
+        report.reasoning += bool(reasoning)
+        report.empty_answers += not (text or reasoning or called)
+        if len(text) >= _SENTENCE and not called:
+            report.repeated_answers += not self._answers.add(text)
+        tallies = [report.languages.setdefault(language(text or reasoning), Tally())]
+        if row.sampling:
+            name = ", ".join(f"{key} {value}" for key, value in row.sampling.items())
+            tallies.append(report.settings.setdefault(_named(name, report.settings), Tally()))
+        for tally in tallies:
+            tally.rows += 1
+            tally.supervised += supervised
+            tally.stopped += row.finish_reason == "length"
+
+    def _said(self, row: Response) -> tuple[str, str, bool]:
+        """Text and reasoning of the last answer, and whether it calls tools."""
+        last = next((m for m in reversed(row.messages) if _is_answer(m)), None)
+        if last is not None:
+            text, given = str(last.get("content") or ""), str(last.get("reasoning_content") or "")
+            reasoning, answer = _split(text)
+            return answer, given.strip() or reasoning, bool(last.get("tool_calls"))
+        ids = [token for token, on in zip(row.input_ids, row.loss_mask, strict=True) if on]
+        reasoning, answer = _split(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return answer, reasoning, False
+
+    def _claim(self, key: str) -> None:
+        if not self._keys.add(key):
+            raise RowError(Reason.DUPLICATE_ID, key[:40])
+
+    def _count_content(self, ids: Sequence[int]) -> None:
+        self.report.duplicate_contents += not self._contents.add(array("q", ids).tobytes())
 
 
 def _has_answer(raw: RawRow) -> bool:
@@ -67,86 +182,37 @@ def _has_answer(raw: RawRow) -> bool:
         return True
     if user_turns(raw.value) is not None:
         return False
-    return any(message["role"] == "assistant" for message in conversation(raw.value))
+    return any(_is_answer(message) for message in conversation(raw.value))
 
 
-def _prompt(
-    report: DoctorReport,
-    raw: RawRow,
-    tokenizer: Any,
-    keys: set[str],
-    contents: set[bytes],
-    show: int,
-) -> None:
-    prompt = parse_prompt(raw)
-    ids = generation_prompt_ids(tokenizer, prompt.messages, tools=prompt.tools)
-    _claim(prompt.id, keys)
-    _count_content(report, ids, contents)
-    report.kinds["prompt"] += 1
-    report.lengths.append(len(ids))
-    if len(report.previews) < show:
-        report.previews.append([(tokenizer.decode(ids), False)])
+def _is_answer(message: Message) -> bool:
+    # messages of tokenised rows are taken as they are
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
-def _answer(
-    report: DoctorReport,
-    raw: RawRow,
-    tokenizer: Any,
-    data: DataSettings,
-    keys: set[str],
-    contents: set[bytes],
-    show: int,
-) -> None:
-    rows = parse_responses(raw, tokenizer, vocab_size=id_limit(tokenizer))
-    for row in rows:
-        _claim(row.key, keys)
-    # a conversation counts as the sequences it is trained as
-    report.rejects.read += len(rows) - 1
-    kind = "conversation"
-    if "input_ids" in raw.value:
-        kind = "sampled" if raw.value.get("format") == FORMAT else "tokenised"
-    for row in rows:
-        supervised = sum(row.loss_mask[: data.max_length])
-        if supervised < data.min_supervised_tokens:
-            detail = f"{supervised} of {data.min_supervised_tokens}"
-            report.rejects.add(RowError(Reason.TOO_FEW_SUPERVISED, detail), raw.place)
-            continue
-        report.kinds[kind] += 1
-        report.supervised += supervised
-        _count_row(report, row)
-        _count_content(report, row.input_ids, contents)
-        if len(report.previews) < show:
-            report.previews.append(preview(tokenizer, row))
+def _split(text: str) -> tuple[str, str]:
+    """Reasoning that stands in the text before `</think>`, and the answer."""
+    reasoning, mark, answer = text.partition("</think>")
+    if not mark:
+        return "", text.strip()
+    return reasoning.replace("<think>", "", 1).strip(), answer.strip()
 
 
-def _count_row(report: DoctorReport, row: Response) -> None:
-    length = len(row.input_ids)
-    report.lengths.append(length)
-    report.tokens += min(length, report.max_length)
-    report.cut += length > report.max_length
-    report.thinking[row.switch] += 1
-    if row.finish_reason:
-        report.finish_reasons[row.finish_reason] += 1
-    if row.template_hash and row.template_hash != report.template:
-        report.other_templates[row.template_hash] += 1
+def _named(name: str, held: dict[str, Any]) -> str:
+    """``name`` as it can be shown; one for all further ones where there are very many."""
+    name = plain(name)
+    return name if name in held or len(held) < _MOST_NAMES else _REST
 
 
-def _claim(key: str, keys: set[str]) -> None:
-    if key in keys:
-        raise RowError(Reason.DUPLICATE_ID, key[:40])
-    keys.add(key)
-
-
-def _count_content(report: DoctorReport, ids: Sequence[int], contents: set[bytes]) -> None:
-    digest = hashlib.sha256(" ".join(map(str, ids)).encode()).digest()
-    report.duplicate_contents += digest in contents
-    contents.add(digest)
-
-
-def preview(tokenizer: Any, row: Response) -> Preview:
-    """The row's text in pieces of equal supervision."""
-    pairs = zip(row.input_ids, row.loss_mask, strict=True)
-    return [
-        (tokenizer.decode([token for token, _ in run]), bool(on))
+def preview(tokenizer: Any, row: Response, max_length: int) -> Preview:
+    """The row's text in pieces of equal supervision; of what is dropped, the beginning."""
+    pairs = zip(row.input_ids[:max_length], row.loss_mask[:max_length], strict=True)
+    pieces = [
+        (tokenizer.decode([token for token, _ in run]), "supervised" if on else "context")
         for on, run in groupby(pairs, key=lambda pair: pair[1])
     ]
+    dropped = row.input_ids[max_length:]
+    if dropped:
+        more = " …" if len(dropped) > _SHOWN_CUT else ""
+        pieces.append((tokenizer.decode(dropped[:_SHOWN_CUT]) + more, "cut"))
+    return pieces

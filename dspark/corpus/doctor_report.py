@@ -1,25 +1,26 @@
-"""What `dspark doctor` found, for people and as JSON."""
+"""What `dspark doctor` found: the figures, the verdict, and both as JSON or on a terminal."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dspark.corpus.doctor_tables import Tally, histogram, quantiles, share
 from dspark.corpus.rejects import Reason, Rejects
 from dspark.errors import DataError
 
-__all__ = ["DoctorReport", "Preview", "histogram", "quantiles"]
+__all__ = ["DoctorReport", "Preview"]
 
 _LOW_SUPERVISED = 0.05
-_MANY_STOPPED = 0.2
-_QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+_MANY = 0.2
+_FEW_ROWS = 10
+_STYLES = {"supervised": "black on green", "context": "dim", "cut": "black on yellow"}
 
-Preview = list[tuple[str, bool]]
-"""Pieces of a row's text, and whether each is supervised."""
+Preview = list[tuple[str, str]]
+"""Pieces of a row's text, each `supervised`, `context` (not supervised) or `cut` (dropped)."""
 
 
 @dataclass
@@ -33,8 +34,8 @@ class DoctorReport:
     """All rows read, and those that training would not use."""
     kinds: Counter[str] = field(default_factory=Counter)
     """`sampled` (written by our sampler), `tokenised`, `conversation`, `prompt`."""
-    lengths: list[int] = field(default_factory=list)
-    """Tokens of each row before it is cut; of a prompt, its generation prompt included."""
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Rows by their tokens before the cut; of a prompt, its generation prompt included."""
     tokens: int = 0
     """Tokens of rows with answers, after the cut."""
     supervised: int = 0
@@ -43,6 +44,20 @@ class DoctorReport:
     finish_reasons: Counter[str] = field(default_factory=Counter)
     thinking: Counter[str] = field(default_factory=Counter)
     """Rows with answers by the template's switch: `on`, `off`, `unset`."""
+    reasoning: int = 0
+    """Rows with an answer that holds reasoning text."""
+    languages: dict[str, Tally] = field(default_factory=dict)
+    """By the language of the answer (of prompts: of the question); see `languages`."""
+    settings: dict[str, Tally] = field(default_factory=dict)
+    """Sampled rows by `temperature`, `top_p`, ... they were drawn with."""
+    categories: dict[str, list[int]] = field(default_factory=dict)
+    """Rows read of each category, and those of them that are rejected."""
+    empty_answers: int = 0
+    """Rows whose answers hold no text, reasoning or tool call."""
+    all_supervised: int = 0
+    """Tokenised rows whose mask takes in the prompt: it is 1 everywhere."""
+    repeated_answers: int = 0
+    """Rows whose answer (of 40 characters or more) another row had already, word for word."""
     other_templates: Counter[str] = field(default_factory=Counter)
     """Rows that were rendered with another template, by its hash."""
     useless: dict[str, int] = field(default_factory=dict)
@@ -66,7 +81,11 @@ class DoctorReport:
         """There is something to sample from or to train on, in every file."""
         too_few = self.rejects.counts[Reason.TOO_FEW_SUPERVISED]
         some = self.rejects.accepted > 0 and (self.supervised > 0 or not too_few)
-        return some and not self.useless
+        return some and not self.useless and not self._all_empty
+
+    @property
+    def _all_empty(self) -> bool:
+        return bool(self.answered) and self.empty_answers == self.answered
 
     @property
     def verdict(self) -> str:
@@ -79,6 +98,11 @@ class DoctorReport:
             )
             explained = self.rejects.explained()
             return f"{found} ({explained})" if explained else found
+        if self._all_empty:
+            return (
+                f"all {self.answered} answers are empty: nothing but the end of the turn would be "
+                "learned; look at how they were sampled"
+            )
         if not self.ok:
             return f"no row can be trained on: {self.rejects.summary()}"
         if not self.answered:
@@ -91,12 +115,24 @@ class DoctorReport:
         found = []
         if self.rejects.rejected:
             found.append(self.rejects.summary())
+        for name, (read, rejected) in self.categories.items():
+            if read == rejected and self.rejects.accepted:
+                found.append(f"all {read} rows of category '{name}' are rejected")
+        if self.empty_answers:
+            found.append(f"{self.empty_answers} of {self.answered} answers are empty")
         if self.duplicate_contents:
             found.append(f"{self.duplicate_contents} rows repeat the content of another row")
+        if self.answered >= _FEW_ROWS and self.repeated_answers > _MANY * self.answered:
+            found.append(
+                f"{self.repeated_answers} of {self.answered} answers are word for word another "
+                "row's: are they an error message or a refusal?"
+            )
+        if self.all_supervised:
+            found.append(f"{self.all_supervised} rows supervise their prompt too: every mask is 1")
         if self.cut:
             found.append(f"{self.cut} rows are longer than {self.max_length} tokens and get cut")
         stopped, known = self.finish_reasons["length"], self.finish_reasons.total()
-        if known and stopped / known > _MANY_STOPPED:
+        if known and stopped / known > _MANY:
             found.append(f"{stopped} of {known} answers were stopped by length, not by the target")
         if self.answered and self.supervised_share < _LOW_SUPERVISED:
             found.append(f"only {self.supervised_share:.1%} of the tokens are supervised")
@@ -121,6 +157,9 @@ class DoctorReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a report."""
+        rows, accepted = self.rejects.read, self.rejects.accepted
+        same_id = self.rejects.counts[Reason.DUPLICATE_ID]
+        stopped = self.finish_reasons["length"]
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -134,24 +173,48 @@ class DoctorReport:
             "length": quantiles(self.lengths),
             "length_histogram": histogram(self.lengths),
             "max_length": self.max_length,
-            "cut_share": _share(self.cut, self.answered),
+            "cut_share": share(self.cut, self.answered),
             "finish_reasons": dict(self.finish_reasons),
-            "length_stopped_share": _share(
-                self.finish_reasons["length"], self.finish_reasons.total()
-            ),
+            "length_stopped_share": share(stopped, self.finish_reasons.total()),
             "thinking": dict(self.thinking),
-            "thinking_share": _share(self.thinking["on"], self.answered),
-            "duplicate_ids": self.rejects.counts[Reason.DUPLICATE_ID],
+            "thinking_share": share(self.thinking["on"], self.answered),
+            "reasoning_rows": self.reasoning,
+            "reasoning_share": share(self.reasoning, self.answered),
+            "languages": {
+                name: {
+                    "rows": tally.rows,
+                    "row_share": share(tally.rows, accepted),
+                    "supervised_tokens": tally.supervised,
+                    "supervised_share": share(tally.supervised, self.supervised),
+                }
+                for name, tally in self.by_rows(self.languages)
+            },
+            "settings": {name: asdict(tally) for name, tally in self.by_rows(self.settings)},
+            "categories": {
+                name: {"read": read, "rejected": rejected}
+                for name, (read, rejected) in self.categories.items()
+            },
+            "empty_answers": self.empty_answers,
+            "all_supervised": self.all_supervised,
+            "repeated_answers": self.repeated_answers,
+            "duplicate_ids": same_id,
+            "duplicate_id_share": share(same_id, rows),
             "duplicate_contents": self.duplicate_contents,
+            "duplicate_content_share": share(self.duplicate_contents, accepted),
             "template_hash": self.template,
             "other_templates": dict(self.other_templates),
         }
 
+    @staticmethod
+    def by_rows(tallies: dict[str, Tally]) -> list[tuple[str, Tally]]:
+        """The commonest first."""
+        return sorted(tallies.items(), key=lambda pair: (-pair[1].rows, pair[0]))
+
     def render(self, console: Console) -> None:
         """The report for people: a table, the warnings, and masks in colour."""
         table = Table(show_header=False)
-        for name, value in self._lines():
-            table.add_row(name, value)
+        for name, value in self.facts():
+            table.add_row(name, Text(value))
         console.print(table)
         for reason, places in self.rejects.places.items():
             console.print(Text(f"  {reason}: {', '.join(places)}"), style="dim")
@@ -159,40 +222,41 @@ class DoctorReport:
             console.print(Text(f"warning: {warning}", style="yellow"))
         for preview in self.previews:
             text = Text()
-            for piece, supervised in preview:
-                text.append(piece, style="black on green" if supervised else "dim")
+            for piece, state in preview:
+                text.append(piece, style=_STYLES[state])
             console.print(text)
         console.print(Text(self.verdict, style="bold green" if self.ok else "bold red"))
 
-    def _lines(self) -> list[tuple[str, str]]:
+    def facts(self) -> list[tuple[str, str]]:
+        """Lines of the table: name and value."""
+        told = self.to_dict()
+
+        def listed(counts: dict[str, int]) -> str:
+            return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+
         lines = [
             ("rows", f"{self.rejects.read:,} read, {self.rejects.accepted:,} usable"),
-            ("kinds", ", ".join(f"{kind} {n:,}" for kind, n in self.kinds.items())),
-            ("tokens a row", ", ".join(f"{k} {v:,}" for k, v in quantiles(self.lengths).items())),
-            ("histogram", ", ".join(f"{k}: {v:,}" for k, v in histogram(self.lengths).items())),
-        ]
+            ("kinds", listed(told["kinds"])),
+            ("tokens a row", listed(told["length"])),
+            ("histogram", ", ".join(f"{k}: {v:,}" for k, v in told["length_histogram"].items())),
+            ("languages", ", ".join(
+                f"{name} {one['row_share']:.1%}" + (
+                    f" ({one['supervised_share']:.1%} of the supervised)" if self.answered else ""
+                ) for name, one in told["languages"].items())),
+            ("duplicates", f"{told['duplicate_id_share']:.1%} by id, "
+                           f"{told['duplicate_content_share']:.1%} by content"),
+        ]  # fmt: skip
         if self.answered:
             lines += [
                 ("supervised", f"{self.supervised:,} of {self.tokens:,} tokens "
                                f"({self.supervised_share:.1%})"),
-                ("finish", ", ".join(f"{k} {v:,}" for k, v in self.finish_reasons.items())),
-                ("thinking", ", ".join(f"{k} {v:,}" for k, v in self.thinking.items())),
+                ("finish", listed(told["finish_reasons"])),
+                ("thinking", f"{listed(told['thinking'])}; reasoning text in "
+                             f"{told['reasoning_share']:.1%} of the rows"),
             ]  # fmt: skip
-        return lines
-
-
-def quantiles(lengths: Sequence[int]) -> dict[str, int]:
-    """Smallest, median, 90%, 99% and largest; empty for no lengths."""
-    ordered = sorted(lengths)
-    last = len(ordered) - 1
-    return {name: ordered[round(q * last)] for name, q in _QUANTILES.items()} if ordered else {}
-
-
-def histogram(lengths: Sequence[int]) -> dict[str, int]:
-    """Counts by the next power of two: `<=256` holds 129..256."""
-    bins = Counter(1 << max(0, length - 1).bit_length() for length in lengths)
-    return {f"<={top}": bins[top] for top in sorted(bins)}
-
-
-def _share(part: int, whole: int) -> float:
-    return round(part / whole, 4) if whole else 0.0
+        lines += [
+            (f"sampled at {name}", f"{tally.rows:,} rows, {tally.supervised:,} supervised tokens, "
+                                   f"{share(tally.stopped, tally.rows):.1%} stopped by length")
+            for name, tally in self.by_rows(self.settings)
+        ]  # fmt: skip
+        return [*lines, ("template", self.template)]

@@ -16,6 +16,7 @@ from typing import Any
 from dspark.corpus.files import RawRow, expand, read_rows
 from dspark.corpus.messages import Message, Tool, conversation, tools_of, user_turns
 from dspark.corpus.rejects import Reason, Rejects, RowError
+from dspark.corpus.seen import Seen
 from dspark.errors import DataError
 
 __all__ = ["Prompt", "content_id", "given_id", "iterate_prompts", "parse_prompt", "read_prompts"]
@@ -70,7 +71,7 @@ def iterate_prompts(
 
 
 def _prompts(sources: Sequence[str], rejects: Rejects, with_tools: bool) -> Iterator[Prompt]:
-    seen: set[str] = set()
+    seen = Seen()
     for source in expand(sources):
         good = False
         before = rejects.rejected
@@ -80,12 +81,11 @@ def _prompts(sources: Sequence[str], rejects: Rejects, with_tools: bool) -> Iter
                 if prompt.tools and not with_tools:
                     raise RowError(Reason.TOOLS_UNSUPPORTED, "the row lists tools")
                 good = True
-                if prompt.id in seen:
+                if not seen.add(prompt.id):
                     raise RowError(Reason.DUPLICATE_ID, prompt.id[:40])
             except RowError as error:
                 rejects.add(error, row.place)
                 continue
-            seen.add(prompt.id)
             yield prompt
         if not good:
             why = rejects.explained() if rejects.rejected > before else "it is empty"

@@ -21,6 +21,7 @@ from dspark.corpus.files import RawRow, expand, read_rows
 from dspark.corpus.messages import Message, Tool, conversation, tools_of
 from dspark.corpus.prompts import content_id, given_id
 from dspark.corpus.rejects import Reason, Rejects, RowError
+from dspark.corpus.seen import Seen
 from dspark.errors import DataError
 from dspark.provenance import claim, making
 
@@ -186,7 +187,7 @@ def read_responses(
             no tokenizer was given.
     """
     rejects = Rejects() if rejects is None else rejects
-    seen: set[str] = set()
+    seen = Seen()
     for source in expand(sources):
         good = False
         before = rejects.rejected
@@ -199,7 +200,8 @@ def read_responses(
             except RowError as error:
                 rejects.add(error, raw.place)
                 continue
-            seen.update(row.key for row in rows)
+            for row in rows:
+                seen.add(row.key)
             rejects.read += len(rows) - 1
             yield from rows
         if not good:
@@ -260,18 +262,21 @@ def _tokenised(raw: RawRow, vocab_size: int | None) -> Response:
     if "format" in row and row["format"] != FORMAT:
         raise RowError(Reason.UNKNOWN_FORMAT, f"{row['format']!r}, this version reads {FORMAT}")
     ids, mask = row["input_ids"], row.get("loss_mask")
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+    # whole lists at once: most of the time of reading a large file is spent here
+    if not isinstance(ids, list) or set(map(type, ids)) != {int} or min(ids) < 0:
         raise RowError(Reason.BAD_TOKEN_IDS, "input_ids must be a list of ids")
-    if not isinstance(mask, list) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
+    if not isinstance(mask, list) or not set(map(type, mask)) <= {int, bool} or set(mask) - {0, 1}:
         raise RowError(Reason.BAD_TOKEN_IDS, "loss_mask must be a list of 0 and 1")
     if len(mask) != len(ids):
         raise RowError(Reason.MASK_LENGTH, f"{len(ids)} ids, {len(mask)} mask entries")
-    if vocab_size is not None and max(ids) >= vocab_size:
-        raise RowError(Reason.ID_OUT_OF_VOCABULARY, f"{max(ids)}, vocabulary {vocab_size}")
+    # ids are kept in 32 bits
+    limit = 2**31 if vocab_size is None else vocab_size
+    if max(ids) >= limit:
+        raise RowError(Reason.ID_OUT_OF_VOCABULARY, f"{max(ids)}, vocabulary {limit}")
     known = {name: row[name] for name in _OWN_FIELDS if row.get(name) is not None}
     if not all(isinstance(known.get(name, kind()), kind) for name, kind in _FIELD_TYPES.items()):
         raise RowError(Reason.UNKNOWN_FORMAT, "a field has the wrong type")
-    known.update(input_ids=ids, loss_mask=[int(m) for m in mask])
+    known.update(input_ids=ids, loss_mask=list(map(int, mask)))
     known.setdefault("source", raw.source)
     known["id"] = given_id(row) or content_id([{"input_ids": ids}])
     return Response(**known)

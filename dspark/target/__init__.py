@@ -20,7 +20,7 @@ from dspark.target.hf import HFTarget
 from dspark.target.ling import LingTarget
 from dspark.target.model import LingModel, Reduce
 from dspark.target.placement import parse_devices
-from dspark.target.rows import ATTENTION_NAME, RowCache
+from dspark.target.rows import RowCache
 from dspark.target.weights import load_model
 
 __all__ = [
@@ -91,6 +91,8 @@ def load(
         )
     from transformers import AutoModelForCausalLM
 
+    from dspark.target.attention import ATTENTION_NAME
+
     try:
         model = AutoModelForCausalLM.from_pretrained(
             place,
@@ -123,6 +125,8 @@ def outline(settings: TargetSettings) -> Target:
         return LingTarget(ling, settings.path, settings.revision, generation)
     _refuse_ling_settings(settings, raw)
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from dspark.target.attention import ATTENTION_NAME
 
     try:
         found = AutoConfig.from_pretrained(place, revision=settings.revision)

@@ -5,16 +5,18 @@ Symbols: B batch, S positions, T rows, M sequences, D hidden, F tapped layers, V
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from dspark.errors import TargetError
 from dspark.target.base import Features, Target, check_layer_ids, join_taps
 from dspark.target.lockstep import LockstepCache
 from dspark.target.rows import RowCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["HFTarget", "logit_transform"]
 
@@ -26,7 +28,7 @@ class HFTarget(Target):
         TargetError: the model keeps recurrent state, or its layers or head cannot be found.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, revision: str | None = None) -> None:
+    def __init__(self, model: "PreTrainedModel", name: str, revision: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
         self.name = name
         self.revision = revision

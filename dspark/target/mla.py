@@ -12,7 +12,6 @@ query, V value size, L latent rank.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from dspark.target.config import LingConfig
 from dspark.target.norm import RMSNorm
@@ -74,6 +73,9 @@ class MLA(nn.Module):
                 latent = held.held[:, : call.start + rows].to(x.dtype)
             mask = None if call.hidden is None else ~call.hidden
             if x.is_cuda and call.start and call.valid is None:
+                # 140 MB of compiler, which a process that only reads data is spared
+                from torch.nn.attention.bias import causal_lower_right
+
                 # the same mask as a rule, which fused attention need not read
                 mask = causal_lower_right(rows, latent.shape[1])
             out = self._plain(still, turned, latent, mask)

@@ -12,22 +12,18 @@ Symbols: H query heads, G key/value heads, R rows of one call, N head size, C ch
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from torch import Tensor
 
 __all__ = [
-    "ATTENTION_NAME",
     "CHUNK",
     "MOST_ROWS",
+    "RowAttention",
     "RowCache",
     "chunk_masks",
     "padded_rows",
     "row_attention",
 ]
 
-ATTENTION_NAME = "dspark_rows"
 CHUNK = 256
 _TILES = (8, 16)
 MOST_ROWS = _TILES[-1]
@@ -189,28 +185,3 @@ def row_attention(
     assert total is not None
     out = total.div_(norm).view(heads, rows, -1)
     return out.transpose(0, 1).to(query.dtype)
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,  # [B, H, R, N]
-    key: Tensor,  # [B, G, R, N]
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    row_cache: RowAttention | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    """What a transformers layer calls: the row path inside a decode, SDPA everywhere else."""
-    if row_cache is None:
-        out: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-        return out
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    return row_cache.attend(layer, query[0], key[0], value[0], scale)[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention)
-AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

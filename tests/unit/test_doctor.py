@@ -1,16 +1,22 @@
 import io
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from dspark.cli import main
 from dspark.config import DataSettings
+from dspark.corpus import doctor
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows
 from dspark.corpus.doctor import examine
-from dspark.corpus.doctor_report import histogram, quantiles
+from dspark.corpus.doctor_html import page
+from dspark.corpus.doctor_tables import histogram, quantiles
+from dspark.corpus.languages import language
 from dspark.corpus.responses import FORMAT
 from dspark.errors import DataError, TargetError
 from dspark.testing import tiny_tokenizer
@@ -186,8 +192,8 @@ def test_the_preview_colours_what_is_supervised(tokenizer: Any, tmp_path: Path) 
     report = examine([path], tokenizer, DataSettings())
     assert report.previews == [
         [
-            ("<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n", False),
-            ("because<|im_end|>", True),
+            ("<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n", "context"),
+            ("because<|im_end|>", "supervised"),
         ]
     ]
     out = io.StringIO()
@@ -215,3 +221,194 @@ def test_quantiles_and_histogram() -> None:
         "<=128": 1,
         "<=256": 1,
     }
+
+
+RUSSIAN = "\u0414\u0430"
+
+
+def said(question: str, *answer: str, **more: Any) -> dict[str, Any]:
+    text, *reasoning = answer
+    message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning[0]
+    return {"messages": [{"role": "user", "content": question}, message], **more}
+
+
+def test_languages_settings_and_reasoning_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    warm, cold = {"temperature": 1.0, "top_p": 0.95}, {"temperature": 0.0}
+    thought = tokens("t", 30, 10)
+    thought["input_ids"] = [65] * 10 + tokenizer.encode("why</think>是的没有问题")
+    thought["loss_mask"] = [0] * 10 + [1] * (len(thought["input_ids"]) - 10)
+    path = write(
+        tmp_path / "r.jsonl",
+        sampled(tokenizer, "a", 12, 6, sampling=warm, **said("q", "Yes, it is the one you want.")),
+        sampled(
+            tokenizer, "b", 12, 8, sampling=warm, finish_reason="length", **said("q", "是的。")
+        ),
+        sampled(tokenizer, "c", 12, 4, sampling=cold, **said("q", RUSSIAN, "let me see")),
+        sampled(
+            tokenizer, "d", 12, 4, sampling=cold, **said("q", "<think>\nhm\n</think>\n\n" + RUSSIAN)
+        ),
+        sampled(
+            tokenizer, "e", 12, 4, sampling=cold, **said("q", "<think>\n\n</think>\n\n" + RUSSIAN)
+        ),
+        thought,
+    )
+    report = examine([path], tokenizer, DataSettings())
+    told = report.to_dict()
+    assert {name: one["rows"] for name, one in told["languages"].items()} == {
+        "ru": 3,
+        "zh": 2,
+        "en": 1,
+    }
+    assert told["languages"]["ru"]["row_share"] == 0.5
+    assert told["languages"]["ru"]["supervised_share"] == round(12 / report.supervised, 4)
+    assert sum(one["supervised_tokens"] for one in told["languages"].values()) == report.supervised
+    assert told["settings"] == {
+        "temperature 0.0": {"rows": 3, "supervised": 12, "stopped": 0},
+        "temperature 1.0, top_p 0.95": {"rows": 2, "supervised": 14, "stopped": 1},
+    }
+    assert told["reasoning_share"] == 0.5
+
+
+def test_near_certain_mistakes_are_told(tokenizer: Any, tmp_path: Path) -> None:
+    refusal = "I am sorry, but something went wrong on the server."
+    path = write(
+        tmp_path / "r.jsonl",
+        *(said(f"question {i}", refusal, category="chat") for i in range(12)),
+        *(said(f"sum {i}", "", category="math\ud800") for i in range(3)),
+        sampled(tokenizer, "e", 12, 4, **said("q", "\n")),
+        tokens("all", 8, 8),
+        tokens("twice", 9, 4),
+        tokens("twice", 9, 4),
+        tokens("again", 9, 4),
+    )
+    report = examine([path], tokenizer, DataSettings())
+    told = report.to_dict()
+    json.dumps(told, ensure_ascii=False).encode()
+    assert told["categories"]["math?"] == {"read": 3, "rejected": 3}
+    assert told["duplicate_id_share"] == round(1 / 20, 4)
+    assert told["duplicate_content_share"] == round(1 / 16, 4)
+    for sentence in (
+        "all 3 rows of category 'math?' are rejected",
+        "1 of 16 answers are empty",
+        "11 of 16 answers are word for word another row's",
+        "1 rows supervise their prompt too",
+    ):
+        assert any(warning.startswith(sentence) for warning in report.warnings), sentence
+    report.check()
+
+
+def test_answers_that_are_all_empty_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [sampled(tokenizer, name, 12, 4, **said(name, " \n")) for name in "ab"]
+    report = examine([write(tmp_path / "r.jsonl", *rows)], tokenizer, DataSettings())
+    with pytest.raises(DataError, match="all 2 answers are empty"):
+        report.check()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("The cat is on the table, and it is not for you.", "en"),
+        ("这个问题很简单。", "zh"),
+        ("これは漢字を使う文章です。", "ja"),
+        ("이것은 한국어 문장입니다.", "ko"),
+        ("Это простой вопрос, и вот ответ.", "ru"),
+        ("هذا سؤال بسيط", "ar"),
+        ("Das ist nicht die Antwort auf eine Frage.", "de"),
+        ("Le chat est dans la maison avec vous.", "fr"),
+        ("El gato no es como los perros de la casa.", "es"),
+        ("O gato não é como os cães da casa.", "pt"),
+        ("Here is one:\n```python\ndef f(x):\n    return [y for y in x if y]\n```", "code"),
+        ("for (int i = 0; i < n; ++i) { a[i] = b[i] * (c + 1); }", "code"),
+        ("Reykjavik", "other"),
+        ("42 🙂", "none"),
+        ("Use `print`: the answer is 这 in the text.", "en"),
+    ],
+)
+def test_languages(text: str, name: str) -> None:
+    assert language(text) == name
+
+
+def test_what_is_cut_is_shown_apart(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", tokens("a", 300, 290))
+    (shown,) = examine([path], tokenizer, DataSettings(max_length=50)).previews
+    assert [state for _, state in shown] == ["context", "supervised", "cut"]
+    assert [len(text) for text, _ in shown] == [10, 40, 64 + len(" …")]
+
+
+def test_the_page_is_self_contained_and_escapes_the_data(tokenizer: Any, tmp_path: Path) -> None:
+    evil = "<script>alert('x')</script>\x00\x1b[31m"
+    rows = [
+        said("q" + evil, "a" + evil, category=evil),
+        sampled(tokenizer, "s" + evil, 150, 140, template_hash=evil, sampling={evil: 1}),
+        {**tokens(evil, 8, 4), "format": evil},
+        '{"messages": [{"role": "<script>", "content": "x"}]}',
+    ]
+    folder = tmp_path / "<script>"
+    folder.mkdir()
+    source = write(folder / "r.jsonl", *rows)
+    data = DataSettings(max_length=90)
+    text = page(examine([source], tokenizer, data, show=3), [source])
+    assert "<script" not in text
+    assert "\x00" not in text
+    assert "\x1b" not in text
+    assert text.count("&lt;script&gt;alert") >= 5
+    assert not re.search(r"(?:src|href)=|url\(|@import|https?:", text)
+    states = ("supervised", "context", "cut")
+    assert all(f'<span class="{state}">' in text for state in states)
+    parsed = Tags()
+    parsed.feed(text)
+    assert parsed.open == []
+    assert {"svg", "rect", "table", "pre"} <= parsed.seen
+    assert "prefers-color-scheme: dark" in text
+
+
+class Tags(HTMLParser):
+    """Which elements there are, and which of them are still open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.add(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_command_writes_the_page_and_fails_on_hopeless_data(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("dspark.target.load_tokenizer", lambda settings: tokenizer)
+    html = tmp_path / "new" / "report.html"
+
+    def run(*words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["dspark", "doctor", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return int(end.value.code or 0)
+
+    bad = write(tmp_path / "bad.jsonl", tokens("a", 8, 0))
+    assert run(bad, "--html", str(html)) == 2
+    assert "no row can be trained on" in html.read_text()
+    good = write(tmp_path / "good.jsonl", tokens("a", 8, 4))
+    assert run(good, "--html", str(html)) == 0
+    assert "1 rows can be trained on" in html.read_text()
+    assert [path.name for path in html.parent.iterdir()] == ["report.html"]
+    assert run(good, "--html", str(tmp_path)) == 2
+    assert "is a directory: name a file" in capsys.readouterr().err
+
+
+def test_the_vocabulary_is_counted_once(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(doctor, "id_limit", lambda one: asked.append(one) or 260)  # type: ignore[func-returns-value]
+    path = write(tmp_path / "r.jsonl", *(tokens(f"r{i}", 8, 4) for i in range(5)))
+    assert examine([path], tokenizer, DataSettings()).answered == 5
+    assert len(asked) == 1

@@ -155,7 +155,7 @@ def test_a_front_keeps_what_is_done_to_logits() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     from dspark.target import HFTarget
-    from dspark.target.rows import ATTENTION_NAME
+    from dspark.target.attention import ATTENTION_NAME
 
     config = Gemma2Config(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2,

@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from dspark.config import TargetSettings
 from dspark.errors import TargetError
 from dspark.target import HFTarget, Target, load, load_tokenizer
-from dspark.target.rows import ATTENTION_NAME, CHUNK, padded_rows
+from dspark.target.attention import ATTENTION_NAME
+from dspark.target.rows import CHUNK, padded_rows
 from dspark.testing import save_tiny_target, tiny_target
 
 TAPS = (1, 3, 4)

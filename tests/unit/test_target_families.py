@@ -20,8 +20,8 @@ from transformers import (
 from dspark.config import TargetSettings
 from dspark.errors import TargetError
 from dspark.target import HFTarget, load, load_tokenizer
+from dspark.target.attention import ATTENTION_NAME
 from dspark.target.lockstep import LockstepCache
-from dspark.target.rows import ATTENTION_NAME
 from dspark.testing import save_tiny_target, tiny_target
 
 SHAPE: dict[str, Any] = {

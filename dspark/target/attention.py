@@ -1,0 +1,41 @@
+"""The attention of `rows` under a name by which transformers finds it.
+
+A module of its own: importing transformers' models takes 160 MB and some seconds, which whoever
+only reads data or a tokenizer is spared.
+"""
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from dspark.target.rows import RowAttention
+
+__all__ = ["ATTENTION_NAME"]
+
+ATTENTION_NAME = "dspark_rows"
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [B, H, R, N]
+    key: Tensor,  # [B, G, R, N]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    row_cache: RowAttention | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """What a transformers layer calls: the row path inside a decode, SDPA everywhere else."""
+    if row_cache is None:
+        out: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return out
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return row_cache.attend(layer, query[0], key[0], value[0], scale)[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
