@@ -151,9 +151,11 @@ class Sizes:
         most = settings.keep + 1 + bool(settings.validation_prompts)
         shards = None
         if not self._online and not self._split and self._data.tokens is not None:
-            half = self._config.capture.dtype == "bfloat16"
             shards = store.row_bytes(
-                self._data.tokens, self._target.hidden_size, self._target.num_taps, 2 if half else 4
+                self._data.tokens,
+                self._target.hidden_size,
+                self._target.num_taps,
+                self._config.capture.dtype,
             )
         return {
             "checkpoint": each,

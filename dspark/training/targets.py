@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from dspark.config import Config
-from dspark.corpus.store import FeatureStore
+from dspark.corpus.feature_store import FeatureStore
 from dspark.errors import DataError
 from dspark.target import Target, load, outline
 from dspark.target.front import Facts, Front

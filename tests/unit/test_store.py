@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from dspark.corpus.feature_store import FeatureStore
 from dspark.corpus.store import (
-    FeatureStore,
     Header,
     Shard,
     ShardRow,
@@ -80,8 +80,8 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 def test_size_formula() -> None:
     # 1.3M rows x 4096 tokens of a 2560-wide target with 5 taps in bf16: 30,725 bytes a token
-    assert row_bytes(1, 2560, 5, 2) == 30_725
-    assert row_bytes(1_300_000 * 4096, 2560, 5, 2) == 163_604_480_000_000
+    assert row_bytes(1, 2560, 5, "bfloat16") == 30_725
+    assert row_bytes(1_300_000 * 4096, 2560, 5, "bfloat16") == 163_604_480_000_000
     assert header(hidden_size=2560, layer_ids=[0] * 5, dtype="bfloat16").token_bytes == 30_725
 
 
