@@ -119,6 +119,7 @@ class FeatureStore:
 
     def __init__(self, directory: Path, *, partial: bool = False) -> None:
         self._directory = directory
+        self.partial = partial
         manifest = read_manifest(directory)
         self.header = Header(**manifest["header"])
         self.check_ids: dict[str, Any] | None = manifest.get("check")

@@ -64,6 +64,7 @@ class Pass:
     sources: tuple[str, ...] = ()
     """Where the features of each of the M documents are from; empty where they are to be computed
     (those of ``taps`` and ``last_hidden`` are then 0)."""
+    loss_mask: Tensor | None = None  # [B, S] bool
 
     @property
     def num_tokens(self) -> int:
@@ -244,6 +245,7 @@ def draw_pass(
         spans=spans,
         row_ids=tuple(name for row in rows for name, _ in row.parts()),
         sources=tuple(source for row in rows for source in row.origins()),
+        loss_mask=batch.loss_mask,
     )
 
 
