@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dspark.config import DataSettings
+from dspark.corpus.buffers import Buffers
 from dspark.corpus.chat import template_hash
 from dspark.corpus.feature_store import FeatureStore
 from dspark.corpus.rejects import Reason, Rejects, RowError
@@ -28,6 +29,8 @@ from dspark.errors import DataError
 __all__ = ["Batch", "ResponseRows", "Row", "ShardRows", "collate", "order", "rows_at", "stored_row"]
 
 log = logging.getLogger(__name__)
+
+_BUFFERS = Buffers()
 
 
 @dataclass(frozen=True)
@@ -245,7 +248,7 @@ def _features(held: Sequence[tuple[Tensor | None, Tensor | None]], length: int) 
     if like is None:
         return None
     dtype = torch.bfloat16 if like.dtype == torch.float8_e4m3fn else like.dtype
-    out = torch.empty(len(held), length, like.shape[-1], dtype=dtype)
+    out = _BUFFERS.empty(len(held), length, like.shape[-1], dtype=dtype)
     for place, (values, scales) in zip(out, held, strict=True):
         count = 0 if values is None else len(values)
         if values is not None and scales is not None:

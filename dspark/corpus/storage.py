@@ -22,7 +22,7 @@ _SCALE_BYTES = 2
 _LARGEST = 448.0
 _SMALLEST_SCALE = 2.0**-100
 """Of a state of zeros, where any would do."""
-_CHUNK = 1 << 15
+_CHUNK = 1 << 17
 """Numbers decoded at a time: they stay in the core's cache from one operation to the next."""
 
 
