@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import dspark
 from dspark import provenance
 from dspark.corpus.shard_file import MappedFile, write_file
 from dspark.corpus.storage import row_bytes
@@ -257,12 +258,11 @@ def _write_manifest(
     complete: bool,
     check: Mapping[str, Any] | None = None,
 ) -> None:
-    told = provenance.collect()
     manifest = {
         "format": FORMAT,
         "complete": complete,
         "header": asdict(header),
-        "versions": {"dspark": told["dspark"], "python": told["python"], **told["packages"]},
+        "versions": {"dspark": dspark.__version__, **provenance.versions()},
         "rows": sum(shard.rows for shard in shards),
         "tokens": sum(shard.tokens for shard in shards),
         "bytes": sum(shard.bytes for shard in shards),

@@ -68,6 +68,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = config_io.load(None, settings(directory, directory)).data
     kept = CaptureSettings(out=str(directory / "shards"), dtype="float32", batch_size=1)
     capture(target, tiny_tokenizer(), data, kept, LAYERS)
+    # and as a capture leaves them that was killed: here with nothing but the manifest
+    (directory / "none").mkdir()
+    manifest = json.loads((directory / "shards" / "manifest.json").read_text())
+    manifest |= {"complete": False, "shards": [], "check": None}
+    (directory / "none" / "manifest.json").write_text(json.dumps(manifest))
     return directory
 
 
@@ -142,6 +147,7 @@ def online(place: Path) -> Path:
     "how",
     [
         pytest.param(["train.features=offline"], id="offline"),
+        pytest.param(["train.features=offline", "data.on_missing=generate"], id="none missing"),
         pytest.param(split("cpu"), id="one worker"),
         pytest.param(split("cpu", "cpu"), id="two workers"),
         pytest.param(split("cpu", "cpu", queue=1), id="two workers, one slot each"),
@@ -176,6 +182,12 @@ def test_two_trainers_with_a_worker_each(place: Path, tmp_path: Path) -> None:
         "online": ["train.features=online"],
         "split": split("cpu", "cpu"),
         "offline": ["train.features=offline"],
+        "generated": [
+            "train.features=offline",
+            "data.on_missing=generate",
+            f"data.shards={place / 'none'}",
+            "data.window_bytes=10000000",
+        ],
     }
     for name, how in kinds.items():
         own = settings(place, tmp_path / name, "train.num_processes=2", *how)
@@ -187,6 +199,8 @@ def test_two_trainers_with_a_worker_each(place: Path, tmp_path: Path) -> None:
         assert_no_noise(done.stderr)
     assert_same(tmp_path / "split", tmp_path / "online")
     assert_same(tmp_path / "offline", tmp_path / "online")
+    assert_same(tmp_path / "generated", tmp_path / "online")
+    assert len(list((place / "none-window").glob("*.row"))) == 10
 
 
 # --- back-pressure ------------------------------------------------------------------------------
