@@ -92,6 +92,7 @@ def test_damaged_headers_are_told(tmp_path: Path, content: bytes, reason: str) -
     "change",
     [
         {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]},
         {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]},
         {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]},
         {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]},
