@@ -112,13 +112,8 @@ class MappedFile:
                     raise CheckpointError(_cut(path, self.size, size))
                 if self.size < 8:
                     raise _unreadable(path, f"it has {self.size} bytes")
-                self._map = mmap.mmap(
-                    file.fileno(),
-                    self.size,
-                    flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0),
-                    # torch wants to be able to write; what is written stays in this process
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                )
+                # torch wants to be able to write; what is written stays in this process
+                self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise _unreadable(path, error.strerror or str(error)) from error
         try:

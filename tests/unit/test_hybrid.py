@@ -269,6 +269,27 @@ def test_the_window_forgets_the_oldest_rows_first(tmp_path: Path) -> None:
     assert shares[0]._files.keys().isdisjoint(shares[1]._files)
 
 
+def test_a_file_that_vanished_or_is_damaged_anywhere_is_a_miss(tmp_path: Path) -> None:
+    window = RollingWindow(tmp_path / "w", header(), 100_000)
+    one = row("a")
+    window.keep(one)
+    window.flush()
+    (path,) = (tmp_path / "w").glob("*.row")
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        assert window.find(one.key) is None
+    for size in (0, 5, 700, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert window.find(one.key) is None
+    path.write_bytes(whole)
+    assert window.find(one.key) is not None
+    path.unlink()
+    assert window.find(one.key) is None
+
+
 def test_what_a_killed_process_was_writing_goes_away(tmp_path: Path) -> None:
     with RollingWindow(tmp_path / "w", header(), 10_000) as window:
         window.keep(row("a"))
