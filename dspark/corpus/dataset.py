@@ -23,7 +23,6 @@ from dspark.corpus.chat import template_hash
 from dspark.corpus.feature_store import FeatureStore
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.corpus.responses import Response, read_responses
-from dspark.corpus.storage import decode_into
 from dspark.errors import DataError
 
 __all__ = ["Batch", "ResponseRows", "Row", "ShardRows", "collate", "order", "rows_at", "stored_row"]
@@ -69,6 +68,8 @@ class Batch:
     row_ids: list[str]
     taps: Tensor | None = None  # [B, S, F*D]
     last_hidden: Tensor | None = None  # [B, S, D]
+    tap_scales: Tensor | None = None  # [B, S, F], of 8-bit taps
+    last_scales: Tensor | None = None  # [B, S, 1], of an 8-bit final state
 
 
 class ResponseRows:
@@ -223,16 +224,18 @@ def stored_row(row_id: str, tensors: Mapping[str, Tensor], source: str = "shards
 def collate(rows: Sequence[Row], length: int | None = None) -> Batch:
     """Rows to one batch of ``length`` tokens (None: of the longest row); everything is copied.
 
-    8-bit features come out as bfloat16. Where only some rows have features, the others' are zeros;
-    where none has, there are none.
+    8-bit features stay so: `storage.decoded` is for the device they go to. Where only some rows
+    have features, the others' are zeros; where none has, there are none.
     """
     length = max(len(row.input_ids) for row in rows) if length is None else length
     return Batch(
         input_ids=_side_by_side([row.input_ids for row in rows], length),
         loss_mask=_side_by_side([row.loss_mask for row in rows], length),
         row_ids=[row.id for row in rows],
-        taps=_features([(row.taps, row.tap_scales) for row in rows], length),
-        last_hidden=_features([(row.last_hidden, row.last_scales) for row in rows], length),
+        taps=_features([row.taps for row in rows], length),
+        last_hidden=_features([row.last_hidden for row in rows], length),
+        tap_scales=_features([row.tap_scales for row in rows], length),
+        last_scales=_features([row.last_scales for row in rows], length),
     )
 
 
@@ -243,19 +246,16 @@ def _side_by_side(tensors: Sequence[Tensor], length: int) -> Tensor:
     return out
 
 
-def _features(held: Sequence[tuple[Tensor | None, Tensor | None]], length: int) -> Tensor | None:
-    like = next((values for values, _ in held if values is not None), None)
+def _features(held: Sequence[Tensor | None], length: int) -> Tensor | None:
+    like = next((values for values in held if values is not None), None)
     if like is None:
         return None
-    dtype = torch.bfloat16 if like.dtype == torch.float8_e4m3fn else like.dtype
-    out = _BUFFERS.empty(len(held), length, like.shape[-1], dtype=dtype)
-    for place, (values, scales) in zip(out, held, strict=True):
+    out = _BUFFERS.empty(len(held), length, like.shape[-1], dtype=like.dtype)
+    for place, values in zip(out, held, strict=True):
         count = 0 if values is None else len(values)
-        if values is not None and scales is not None:
-            decode_into(place[:count], values, scales)
-        elif values is not None:
+        if values is not None:
             place[:count] = values
-        place[count:] = 0
+        place[count:].zero_()
     return out
 
 

@@ -106,7 +106,6 @@ def check_head(store: FeatureStore, logits: Callable[[Tensor], Tensor], *, where
 def _first_states(store: FeatureStore) -> tuple[str, Tensor]:
     row_id, tensors = store.row(0)
     scales = tensors.get("last_scales")
-    states = decoded(
-        tensors["last_hidden"][:_KEPT].clone(), None if scales is None else scales[:_KEPT]
-    )
+    states = tensors["last_hidden"][:_KEPT].clone()
+    states = decoded(states, None if scales is None else scales[:_KEPT])
     return row_id, states

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dspark.corpus.storage import decoded
 from dspark.target import Features, Target
 
 __all__ = ["batch_features", "gather_rows", "silence"]
@@ -27,6 +28,8 @@ def batch_features(
     last_hidden: Tensor | None,  # [B, S, D] from shards, else None
     spans: Sequence[tuple[int, int, int]] = (),  # row, first position and tokens of each document
     *,
+    tap_scales: Tensor | None = None,  # [B, S, F], of 8-bit taps
+    last_scales: Tensor | None = None,  # [B, S, 1], of an 8-bit final state
     partial: bool = False,
 ) -> Features:
     """Taps and last hidden states on the device of ``input_ids``, without a graph.
@@ -37,7 +40,7 @@ def batch_features(
     Documents that share a row are computed apart: no target needs to know where one ends.
     """
     if taps is not None and last_hidden is not None:
-        return Features(taps, last_hidden)
+        return Features(decoded(taps, tap_scales), decoded(last_hidden, last_scales))
     if not partial and all(first == 0 for _, first, _ in spans):
         return target.features(input_ids, layer_ids)
     found: Features | None = None

@@ -17,6 +17,8 @@ from dspark.training.window import Pass
 
 __all__ = ["MissingFeatures", "open_window"]
 
+_STORED = ("taps", "last_hidden", "tap_scales", "last_scales")
+
 
 def open_window(rows: HybridRows, window_bytes: int, *, index: int, count: int) -> RollingWindow:
     """The window beside the shards, with this process's share of its bytes."""
@@ -47,32 +49,24 @@ class MissingFeatures:
         """
         missing = [number for number, source in enumerate(one.sources) if not source]
         self._counts.update(source or "generated" for source in one.sources)
-        if not missing:
-            assert one.taps is not None
-            assert one.last_hidden is not None
-            return Features(one.taps, one.last_hidden)
-        spans = [one.spans[number] for number in missing]
-        whole = len(missing) == len(one.spans)
-        found = batch_features(
-            target, layer_ids, one.input_ids, None, None, spans, partial=not whole
-        )
-        stored = encode(found, self._dtype)
-        taps = decoded(stored.taps, stored.tap_scales)
-        last = decoded(stored.last_hidden, stored.last_scales)
-        self._keep(one, missing, stored, Features(taps, last))
-        if whole:
-            return Features(taps, last)
-        assert one.taps is not None
-        assert one.last_hidden is not None
-        for row, first, tokens in spans:
-            part = slice(first, first + tokens)
-            one.taps[row, part] = taps[row, part]
-            one.last_hidden[row, part] = last[row, part]
-        return Features(one.taps, one.last_hidden)
+        held: Encoded | None = None
+        if one.taps is not None:
+            held = Encoded(**{name: getattr(one, name) for name in _STORED})
+        if missing:
+            spans = [one.spans[number] for number in missing]
+            found = batch_features(
+                target, layer_ids, one.input_ids, None, None, spans, partial=held is not None
+            )
+            computed = encode(found, self._dtype)
+            self._keep(one, missing, computed)
+            held = computed if held is None else _written(held, computed, spans)
+        assert held is not None
+        return _decoded(held)
 
-    def _keep(self, one: Pass, missing: Sequence[int], stored: Encoded, features: Features) -> None:
+    def _keep(self, one: Pass, missing: Sequence[int], stored: Encoded) -> None:
         if not self._window.active:
             return
+        features = _decoded(stored)
         usable = features.usable_documents(one.documents, len(one.spans)).tolist()
         assert one.loss_mask is not None
         ids, masks = one.input_ids.cpu(), one.loss_mask.cpu()
@@ -90,3 +84,19 @@ class MissingFeatures:
         found = {name: self._counts[name] for name in ("shards", "window", "generated")}
         self._counts.clear()
         return found
+
+
+def _decoded(held: Encoded) -> Features:
+    return Features(
+        decoded(held.taps, held.tap_scales), decoded(held.last_hidden, held.last_scales)
+    )
+
+
+def _written(held: Encoded, computed: Encoded, spans: Sequence[tuple[int, int, int]]) -> Encoded:
+    """``held`` with the documents of ``spans`` (row, first position, tokens) from ``computed``."""
+    theirs = computed.tensors()
+    for name, tensor in held.tensors().items():
+        for row, first, tokens in spans:
+            part = slice(first, first + tokens)
+            tensor[row, part] = theirs[name][row, part]
+    return held

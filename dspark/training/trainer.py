@@ -328,6 +328,8 @@ class Trainer:
                 one.taps,
                 one.last_hidden,
                 one.spans,
+                tap_scales=one.tap_scales,
+                last_scales=one.last_scales,
             )
         usable = features.usable_documents(one.documents, len(one.spans))
         self._usable.append((one.row_ids, usable))  # read when a line is due

@@ -65,6 +65,8 @@ class Pass:
     """Where the features of each of the M documents are from; empty where they are to be computed
     (those of ``taps`` and ``last_hidden`` are then 0)."""
     loss_mask: Tensor | None = None  # [B, S] bool
+    tap_scales: Tensor | None = None  # [B, S, F], of 8-bit taps
+    last_scales: Tensor | None = None  # [B, S, 1], of an 8-bit final state
 
     @property
     def num_tokens(self) -> int:
@@ -246,6 +248,8 @@ def draw_pass(
         row_ids=tuple(name for row in rows for name, _ in row.parts()),
         sources=tuple(source for row in rows for source in row.origins()),
         loss_mask=batch.loss_mask,
+        tap_scales=batch.tap_scales,
+        last_scales=batch.last_scales,
     )
 
 

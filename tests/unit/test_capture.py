@@ -13,6 +13,7 @@ from dspark.corpus import store
 from dspark.corpus.capture import _check_disk, capture
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, ShardRows, collate
+from dspark.corpus.storage import decoded
 from dspark.errors import ConfigError, DataError, RunError
 from dspark.target import Features, Target
 from dspark.testing import tiny_target, tiny_tokenizer
@@ -303,8 +304,9 @@ def test_eight_bit_shards_are_close_to_the_features(
     found = collate([ShardRows(tmp_path / "float8_e4m3fn")[i] for i in range(6)])
     assert exact.taps is not None
     assert found.taps is not None
-    assert found.taps.dtype == torch.bfloat16
-    off = (found.taps.float() - exact.taps).norm() / exact.taps.norm()
+    taps = decoded(found.taps, found.tap_scales)
+    assert taps.dtype == torch.bfloat16
+    off = (taps.float() - exact.taps).norm() / exact.taps.norm()
     assert 0.01 < off < 0.04
 
 

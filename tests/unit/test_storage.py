@@ -50,7 +50,11 @@ def test_the_fast_decoder_is_the_plain_formula(scale: float) -> None:
     scales[4] = torch.tensor([0.37, 11.0])
     out = torch.full(values.shape, -1.0, dtype=torch.bfloat16)
     decode_into(out, values, scales)
-    assert torch.equal(out, decoded(values, scales))
+    plain = values.float().view(9, 2, -1) * scales.float()[..., None]
+    assert torch.equal(out, plain.flatten(1).bfloat16())
+    # and what other devices do
+    wide = values.bfloat16().view(9, 2, -1).mul_(scales[..., None])
+    assert torch.equal(out, wide.flatten(1))
 
 
 def test_a_number_that_is_not_finite_stays_so() -> None:
@@ -76,7 +80,7 @@ def test_eight_bits_take_half_of_sixteen() -> None:
     assert all(mine > theirs for mine, theirs in pairwise(sizes))
 
 
-def test_rows_are_decoded_where_they_stand_in_the_batch() -> None:
+def test_rows_in_a_batch_are_those_that_were_encoded() -> None:
     rows, expected = [], []
     for number, tokens in enumerate((7, 12, 1)):
         stored = encode(features(number, max(5, tokens)), "float8_e4m3fn_all")
@@ -87,7 +91,9 @@ def test_rows_are_decoded_where_they_stand_in_the_batch() -> None:
     batch = collate(rows, 16)
     assert batch.taps is not None
     assert batch.taps.shape == (3, 16, TAPS * HIDDEN)
-    assert batch.taps.dtype == torch.bfloat16
-    for place, taps in zip(batch.taps, expected, strict=True):
+    assert batch.taps.dtype == torch.float8_e4m3fn
+    assert batch.last_scales is not None
+    assert batch.last_scales.shape == (3, 16, 1)
+    for place, taps in zip(decoded(batch.taps, batch.tap_scales), expected, strict=True):
         assert torch.equal(place[: len(taps)], taps)
         assert not place[len(taps) :].any()
