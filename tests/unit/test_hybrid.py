@@ -68,9 +68,9 @@ def config(place: Path, out: Path, *overrides: str) -> Config:
     return config_io.load(None, tiny_run(place, out, *own, *overrides))
 
 
-def halved(place: Path, out: Path) -> Path:
+def halved(place: Path, out: Path, name: str = "shards") -> Path:
     """The shards as a capture leaves them that was killed half way, one shard of them damaged."""
-    shutil.copytree(place / "shards", out)
+    shutil.copytree(place / name, out)
     manifest = json.loads((out / "manifest.json").read_text())
     shards = [one["file"] for one in manifest["shards"]]
     manifest |= {"complete": False, "shards": [], "check": None}
@@ -130,6 +130,23 @@ def test_every_source_of_features_is_the_same_run(place: Path, tmp_path: Path) -
     assert found["generated"] + found["window"] == 18
     assert found["window"] >= 6
     assert len(list((tmp_path / "half-window").glob("*.row"))) == 6
+
+
+def test_eight_bit_features_are_one_run_too(place: Path, tmp_path: Path) -> None:
+    captured(place, "eight", dtype="float8_e4m3fn", shard_bytes=20_000)
+    kinds = {
+        "online": ["train.features=online"],
+        "offline": ["train.features=offline", f"data.shards={place / 'eight'}"],
+        "half": generate(halved(place, tmp_path / "half8", "eight"), "data.window_bytes=9999999"),
+    }
+    for name, how in kinds.items():
+        program.run(config(place, tmp_path / name, "train.steps=10", *how))
+    assert_same(tmp_path / "half", tmp_path / "offline")
+    assert min(counts(tmp_path / "half").values()) > 0
+    exact, rounded = figures(tmp_path / "online"), figures(tmp_path / "offline")
+    assert exact != rounded
+    for mine, theirs in zip(exact, rounded, strict=True):
+        assert mine["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.02)
 
 
 def test_a_run_goes_on_to_the_bit_with_whatever_is_left(place: Path, tmp_path: Path) -> None:
