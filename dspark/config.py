@@ -178,6 +178,13 @@ class DataSettings(_Settings):
     """responses.jsonl files or globs (online features)."""
     shards: str | None = None
     """Directory written by `dspark capture` (offline features)."""
+    on_missing: Literal["refuse", "generate"] = "refuse"
+    """For offline features. refuse: `shards` are the rows of the run; generate: `responses` are,
+    and the target computes in the trainer's process what `shards` (which may be an unfinished
+    capture) do not hold."""
+    window_bytes: Annotated[int, Field(ge=0)] = 0
+    """For `on_missing: generate`: room on the disk, beside `shards`, in which rows that were
+    computed wait for the next epoch; the oldest go first. Of all processes together."""
     max_length: Annotated[int, Field(ge=4)] = 4096
     """Tokens of a row, prompt included; longer rows are cut and counted."""
     min_supervised_tokens: PositiveInt = 2
@@ -185,6 +192,15 @@ class DataSettings(_Settings):
     pack_length: PositiveInt | None = None
     """Put several of these rows, each a document of its own, into one of up to so many tokens
     (at least `max_length`); `train.num_anchors` is then shared among them. None: no packing."""
+
+    @model_validator(mode="after")
+    def _window_is_used(self) -> Self:
+        if self.window_bytes and self.on_missing == "refuse":
+            raise ValueError(
+                f"window_bytes is {self.window_bytes} but on_missing is refuse: set "
+                "on_missing=generate, or window_bytes=0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _pack_holds_a_document(self) -> Self:
@@ -200,7 +216,9 @@ class CaptureSettings(_Settings):
     """Responses to feature shards on disk."""
 
     out: str = "outputs/features"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fn_all"] = "bfloat16"
+    """float8_e4m3fn: taps in 8 bits with a scale for every state, the final state in bfloat16;
+    float8_e4m3fn_all: that in 8 bits too."""
     shard_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     batch_size: PositiveInt = 8
 

@@ -36,6 +36,7 @@ __all__ = [
     "read_object",
     "save_tensors",
     "temporary_name",
+    "versions",
     "write_json",
     "write_text",
 ]
@@ -54,21 +55,24 @@ def _git(*args: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that decide what is computed."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 def collect(**extra: Any) -> dict[str, Any]:
     """Versions, revision, command line and time, plus whatever the caller adds."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "dspark": dspark.__version__,
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": versions(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **extra,
     }

@@ -202,6 +202,7 @@ def _capture(
     """
     from dspark.corpus.capture import capture
     from dspark.corpus.chat import check_template
+    from dspark.corpus.store import QUARANTINE
     from dspark.draft.config import default_layer_ids
     from dspark.export.load import read_config as draft_shape
     from dspark.target import load, load_tokenizer
@@ -219,7 +220,13 @@ def _capture(
     loaded = load(settings.target)
     layers = given or default_layer_ids(loaded.num_layers, settings.draft.num_taps)
     report = capture(loaded, tokenizer, settings.data, settings.capture, layers)
-    print(f"{settings.capture.out}: {report.rows} rows, {report.tokens:,} tokens")
+    print(
+        f"{settings.capture.out}: {report.rows} rows, {report.tokens:,} tokens, "
+        f"{report.bytes:,} bytes; {report.forward_s:.1f} s in the target, {report.other_s:.1f} s "
+        "in all else"
+    )
+    if report.skipped:
+        print(f"{len(report.skipped)} rows were left out: see {settings.capture.out}/{QUARANTINE}")
     finish(report.to_dict(), as_json)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from dspark.cli.common import Json, finish
+from dspark.errors import CheckpointError, ConfigError
 
 __all__ = ["register"]
 
@@ -30,12 +31,28 @@ def _inspect(
         str | None,
         typer.Option(help="The plan's draft: a config.json, its directory, or nextn:N."),
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Feature shards: read every byte, compare checksums.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Parameters, tensors, bytes per rank and per verify step; nothing is loaded.
 
+    Of a directory of feature shards: its rows, tokens, bytes and what they were captured from.
+
     Example: dspark inspect configs/targets/ling-3.0-flash.json --tp 4 --verify-tokens 9
     """
+    from dspark.corpus import inspect_features
+
+    if inspect_features.is_features(path):
+        if tp != 1 or verify_tokens or routing or context is not None or plan or draft:
+            raise ConfigError(
+                f"{path} holds feature shards: of the options, only --verify is theirs"
+            )
+        _inspect_features(path, verify=verify, as_json=as_json)
+        return
+    if verify:
+        raise ConfigError(f"--verify is for feature shards, and {path} holds none")
     from dspark.bench.inspect import inspect
     from dspark.bench.report import print_table
 
@@ -71,6 +88,20 @@ def _inspect(
         )
         print_table(title, ["", "MB"], rows, note=note)
     finish(report, as_json)
+
+
+def _inspect_features(path: Path, *, verify: bool, as_json: bool) -> None:
+    from dspark.bench.report import print_table
+    from dspark.corpus import inspect_features
+
+    report = inspect_features.inspect(path, verify=verify)
+    print_table(str(path), ["", ""], [[name, _shown(value)] for name, value in report.items()])
+    finish(report, as_json)
+    if report["damaged"]:
+        raise CheckpointError(
+            f"{len(report['damaged'])} of {report['shards']} shards are damaged: "
+            f"{', '.join(report['damaged'][:5])}; delete them and run the same capture again"
+        )
 
 
 def _floors(step: dict[str, Any]) -> list[str]:

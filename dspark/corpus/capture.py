@@ -1,12 +1,14 @@
 """Responses to feature shards: run the target once over every row and keep what training reads.
 
 The size is known before anything is written, and a disk that is too small is refused. Shards are
-planned from the rows' lengths, so a run that was killed goes on behind its last whole shard.
+planned from the rows' lengths, so a run that was killed goes on behind its last whole shard. A
+shard is written while the target computes the next, so that at most two are in memory.
 """
 
-import hashlib
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,14 @@ from torch import Tensor
 
 from dspark import provenance
 from dspark.config import CaptureSettings, DataSettings
-from dspark.corpus import store
+from dspark.corpus import head_check, store
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, Row, collate
+from dspark.corpus.feature_store import FeatureStore
 from dspark.corpus.ids import id_limit
+from dspark.corpus.storage import encode
 from dspark.corpus.store import Header, Shard, ShardRow
-from dspark.corpus.unusable import Unusable
+from dspark.corpus.unusable import BadRow, Unusable, diagnose
 from dspark.errors import ConfigError, RunError
 from dspark.progress import Bar
 from dspark.provenance import free_bytes
@@ -45,8 +49,15 @@ class CaptureReport:
     shards: int = 0
     resumed_shards: int = 0
     skipped: list[str] = field(default_factory=list)
-    """Ids of rows whose features held NaN, Inf or nothing but zeros."""
+    """Ids of rows whose features held NaN, Inf or nothing but zeros; quarantine.jsonl has more."""
     cut: int = 0
+    agreement: float = 1.0
+    """Share of the first positions whose stored final state gives the target's own arg max."""
+    forward_s: float = 0.0
+    """Seconds in the target's forward passes, without its loading."""
+    other_s: float = 0.0
+    """Seconds in all else that capturing the rows took: checks, conversion, waiting for the disk;
+    not what ran beside a forward pass."""
     rejects: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,7 +96,7 @@ def capture(
         max_length=data.max_length,
     )
     plan = list(_plan(rows, header.token_bytes, settings.shard_bytes))
-    names = [[_fingerprint(rows[i]) for i in part] for part in plan]
+    names = [[_key(rows[i]) for i in part] for part in plan]
     present = [store.present_shard(out, n, part) for n, part in enumerate(names)]
     missing = sum(
         len(rows[i].input_ids)
@@ -95,31 +106,119 @@ def capture(
     )
     held = tables(target)
     _check_disk(out, rows.num_tokens, missing, header, held.values())
-    store.start(out, header)
     report = CaptureReport(str(out), cut=rows.num_cut, rejects=rows.rejects.to_dict())
-    unusable = Unusable(len(rows), target.dtype)
-    shards: list[Shard] = []
-    with Bar("capturing", len(rows)) as bar:
-        for index, part in enumerate(plan):
-            shard = present[index]
-            if shard is None:
-                done, skipped = _features(target, [rows[i] for i in part], header, settings)
-                shard = store.write_shard(out, index, done, names[index], skipped)
-            else:
-                report.resumed_shards += 1
-            shards.append(shard)
-            unusable.add(shard.skipped)
-            bar.advance(len(part))
+    if missing:
+        first = [rows[i] for i in range(min(2, len(rows)))]
+        report.agreement, _ = head_check.check_capture(target, first, layer_ids, settings.dtype)
+    store.start(out, header)
+    shards = _Capturing(target, header, settings, report).all(rows, plan, names, present)
     report.rows = sum(shard.rows for shard in shards)
     report.tokens = sum(shard.tokens for shard in shards)
     report.bytes = sum(shard.bytes for shard in shards)
     report.shards = len(shards)
-    report.skipped = unusable.ids
     if not report.rows:
         raise RunError(f"no row has usable features: {', '.join(report.skipped[:5])}")
     provenance.write_json(out / "provenance.json", provenance.collect(capture=report.to_dict()))
-    store.finish(out, header, shards, held)
+    check = head_check.expected(FeatureStore(out, partial=True), target.logits)
+    store.finish(out, header, shards, held, check=check)
     return report
+
+
+class _Capturing:
+    """The loop over shards, and where its time goes."""
+
+    def __init__(
+        self, target: Target, header: Header, settings: CaptureSettings, report: CaptureReport
+    ) -> None:
+        self._target, self._header, self._settings = target, header, settings
+        self._report = report
+        self._bad: list[BadRow] = []
+
+    def all(
+        self,
+        rows: ResponseRows,
+        plan: Sequence[Sequence[int]],
+        names: Sequence[Sequence[str]],
+        present: Sequence[Shard | None],
+    ) -> list[Shard]:
+        """Every shard, those that are not ``present`` computed and written."""
+        begun = time.perf_counter()
+        out, report = Path(self._settings.out), self._report
+        unusable = Unusable(len(rows), self._target.dtype)
+        waiting: list[tuple[Shard | Future[Shard], int]] = []
+        shards: list[Shard] = []
+
+        def take(shown: Bar) -> None:
+            found, count = waiting.pop(0)
+            shard = found.result() if isinstance(found, Future) else found
+            shards.append(shard)
+            if shard.skipped:
+                self._bad += store.bad_rows(out, shard)
+                store.write_quarantine(out, self._bad)
+            report.skipped = unusable.ids
+            unusable.add(shard.skipped)
+            shown.advance(count)
+
+        with Bar("capturing", len(rows)) as bar, ThreadPoolExecutor(1, "writer") as writer:
+            for index, part in enumerate(plan):
+                shard = present[index]
+                if shard is None:
+                    done, bad = self._features([rows[i] for i in part])
+                    if waiting:
+                        take(bar)
+                    shard_ = writer.submit(store.write_shard, out, index, done, names[index], bad)
+                    waiting.append((shard_, len(part)))
+                    del done
+                else:
+                    report.resumed_shards += 1
+                    waiting.append((shard, len(part)))
+                    if len(waiting) > 1:
+                        take(bar)
+            while waiting:
+                take(bar)
+        store.write_quarantine(out, self._bad)
+        report.other_s = time.perf_counter() - begun - report.forward_s
+        return shards
+
+    def _features(self, rows: Sequence[Row]) -> tuple[list[ShardRow], list[BadRow]]:
+        """Features of the usable rows, in order, and what is wrong with the others."""
+        done: dict[int, ShardRow] = {}
+        bad: dict[int, BadRow] = {}
+        layers, dtype = self._header.layer_ids, self._settings.dtype
+        # rows of like length together: less padding to compute
+        by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].input_ids))
+        for first in range(0, len(rows), self._settings.batch_size):
+            chosen = by_length[first : first + self._settings.batch_size]
+            batch = collate([rows[i] for i in chosen])
+            found = self._forward(batch.input_ids)
+            stored = encode(found, dtype)
+            lengths = torch.tensor([len(rows[i].input_ids) for i in chosen])
+            # as they are stored: what overflows there is unusable too
+            seen = found if stored.tap_scales is not None else Features(**stored.tensors())
+            usable = seen.usable(lengths.to(seen.taps.device)).tolist()
+            held = {name: one.cpu() for name, one in stored.tensors().items()}
+            for place, index in enumerate(chosen):
+                row, length = rows[index], int(lengths[place])
+                if usable[place]:
+                    # copies: a view would keep the whole padded batch alive
+                    own = {name: one[place, :length].clone() for name, one in held.items()}
+                    done[index] = ShardRow(row.id, row.input_ids, row.loss_mask, **own)
+                else:
+                    one = Features(seen.taps[place, :length], seen.last_hidden[place, :length])
+                    bad[index] = diagnose(row.id, one, layers)
+        return [done[index] for index in sorted(done)], [bad[index] for index in sorted(bad)]
+
+    def _forward(self, input_ids: Tensor) -> Features:
+        begun = time.perf_counter()
+        found = self._target.features(input_ids, self._header.layer_ids)
+        if found.taps.is_cuda:
+            torch.cuda.synchronize(found.taps.device)
+        self._report.forward_s += time.perf_counter() - begun
+        return found
+
+
+def _key(row: Row) -> str:
+    return store.row_key(row.id, row.input_ids, row.loss_mask)
 
 
 def _plan(rows: ResponseRows, token_bytes: int, shard_bytes: int) -> Iterator[list[int]]:
@@ -134,11 +233,6 @@ def _plan(rows: ResponseRows, token_bytes: int, shard_bytes: int) -> Iterator[li
             part, size = [], 0
     if part:
         yield part
-
-
-def _fingerprint(row: Row) -> str:
-    digest = hashlib.sha256(row.input_ids.numpy().tobytes() + row.loss_mask.numpy().tobytes())
-    return f"{row.id} {digest.hexdigest()[:16]}"
 
 
 def _check_disk(
@@ -164,32 +258,3 @@ def _check_disk(
             f"capture.out '{out}' needs {needed:,} bytes and its disk has {free:,} free; use fewer "
             "taps or rows, another disk, or train with features: online"
         )
-
-
-def _features(
-    target: Target, rows: Sequence[Row], header: Header, settings: CaptureSettings
-) -> tuple[list[ShardRow], list[str]]:
-    """Features of the usable rows, in order, and the ids of the others."""
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[settings.dtype]
-    done: dict[int, ShardRow] = {}
-    skipped = []
-    # rows of like length together: less padding to compute
-    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].input_ids))
-    for first in range(0, len(rows), settings.batch_size):
-        chosen = by_length[first : first + settings.batch_size]
-        batch = collate([rows[i] for i in chosen])
-        found = target.features(batch.input_ids, header.layer_ids)
-        # as they are stored: what overflows there is unusable too
-        features = Features(found.taps.to(dtype).cpu(), found.last_hidden.to(dtype).cpu())
-        lengths = torch.tensor([len(rows[i].input_ids) for i in chosen])
-        usable = features.usable(lengths).tolist()
-        for place, index in enumerate(chosen):
-            row, length = rows[index], int(lengths[place])
-            if usable[place]:
-                # copies: a view would keep the whole padded batch alive
-                taps = features.taps[place, :length].clone()
-                last = features.last_hidden[place, :length].clone()
-                done[index] = ShardRow(row.id, row.input_ids, row.loss_mask, taps, last)
-            else:
-                skipped.append(row.id)
-    return [done[index] for index in sorted(done)], skipped

@@ -8,7 +8,7 @@ any step, with any number of processes.
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,19 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from dspark.config import DataSettings
+from dspark.corpus.buffers import Buffers
 from dspark.corpus.chat import template_hash
+from dspark.corpus.feature_store import FeatureStore
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.corpus.responses import Response, read_responses
 from dspark.corpus.row_file import RowFile
-from dspark.corpus.store import FeatureStore
 from dspark.errors import DataError
 
-__all__ = ["Batch", "ResponseRows", "Row", "ShardRows", "collate", "order", "rows_at"]
+__all__ = ["Batch", "ResponseRows", "Row", "ShardRows", "collate", "order", "rows_at", "stored_row"]
 
 log = logging.getLogger(__name__)
+
+_BUFFERS = Buffers()
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,24 @@ class Row:
     id: str
     input_ids: Tensor  # [S] int64
     loss_mask: Tensor  # [S] bool
-    taps: Tensor | None = None  # [S, F*D], only from shards
-    last_hidden: Tensor | None = None  # [S, D], only from shards
+    taps: Tensor | None = None  # [S, F*D], only from shards; to be read, not written to
+    last_hidden: Tensor | None = None  # [S, D], only from shards; to be read, not written to
     documents: tuple[tuple[str, int], ...] = ()
     """Id and tokens of every document; empty: the row is one."""
+    tap_scales: Tensor | None = None  # [S, F], of 8-bit taps
+    last_scales: Tensor | None = None  # [S, 1], of an 8-bit final state
+    source: str = ""
+    """Where its features are from: shards or window; empty where they are to be computed."""
+    sources: tuple[str, ...] = ()
+    """Of every document of several; the features of those to be computed hold zeros."""
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Id and tokens of every document, one or more."""
         return self.documents or ((self.id, len(self.input_ids)),)
+
+    def origins(self) -> tuple[str, ...]:
+        """Where the features of every document are from."""
+        return self.sources or (self.source,) * len(self.parts())
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class Batch:
     row_ids: list[str]
     taps: Tensor | None = None  # [B, S, F*D]
     last_hidden: Tensor | None = None  # [B, S, D]
+    tap_scales: Tensor | None = None  # [B, S, F], of 8-bit taps
+    last_scales: Tensor | None = None  # [B, S, 1], of an 8-bit final state
 
 
 class ResponseRows:
@@ -175,14 +189,7 @@ class ShardRows:
         return len(self._store)
 
     def __getitem__(self, index: int) -> Row:
-        name, tensors = self._store.row(index)
-        return Row(
-            id=name,
-            input_ids=tensors["input_ids"].long(),
-            loss_mask=tensors["loss_mask"].bool(),
-            taps=tensors["taps"],
-            last_hidden=tensors["last_hidden"],
-        )
+        return stored_row(*self._store.row(index))
 
     @property
     def num_tokens(self) -> int:
@@ -197,22 +204,57 @@ class ShardRows:
         return self._store.used_ids()
 
 
-def collate(rows: Sequence[Row]) -> Batch:
-    """Rows to one batch; features are there only if every row has them."""
-
-    def padded(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        present = [tensor for tensor in tensors if tensor is not None]
-        if len(present) < len(tensors):
-            return None
-        return pad_sequence(present, batch_first=True)
-
-    return Batch(
-        input_ids=pad_sequence([row.input_ids for row in rows], batch_first=True),
-        loss_mask=pad_sequence([row.loss_mask for row in rows], batch_first=True),
-        row_ids=[row.id for row in rows],
-        taps=padded([row.taps for row in rows]),
-        last_hidden=padded([row.last_hidden for row in rows]),
+def stored_row(row_id: str, tensors: Mapping[str, Tensor], source: str = "shards") -> Row:
+    """A row by the tensors of its shard; the features stay where and as they are."""
+    ids, mask = tensors["input_ids"].long(), tensors["loss_mask"].bool()
+    return Row(
+        row_id,
+        ids,
+        mask,
+        taps=tensors["taps"],
+        last_hidden=tensors["last_hidden"],
+        tap_scales=tensors.get("tap_scales"),
+        last_scales=tensors.get("last_scales"),
+        source=source,
     )
+
+
+def collate(rows: Sequence[Row], length: int | None = None) -> Batch:
+    """Rows to one batch of ``length`` tokens (None: of the longest row); everything is copied.
+
+    8-bit features stay so: `storage.decoded` is for the device they go to. Where only some rows
+    have features, the others' are zeros; where none has, there are none.
+    """
+    length = max(len(row.input_ids) for row in rows) if length is None else length
+    return Batch(
+        input_ids=_side_by_side([row.input_ids for row in rows], length),
+        loss_mask=_side_by_side([row.loss_mask for row in rows], length),
+        row_ids=[row.id for row in rows],
+        taps=_features([row.taps for row in rows], length),
+        last_hidden=_features([row.last_hidden for row in rows], length),
+        tap_scales=_features([row.tap_scales for row in rows], length),
+        last_scales=_features([row.last_scales for row in rows], length),
+    )
+
+
+def _side_by_side(tensors: Sequence[Tensor], length: int) -> Tensor:
+    out = tensors[0].new_zeros(len(tensors), length)
+    for place, tensor in zip(out, tensors, strict=True):
+        place[: len(tensor)] = tensor
+    return out
+
+
+def _features(held: Sequence[Tensor | None], length: int) -> Tensor | None:
+    like = next((values for values in held if values is not None), None)
+    if like is None:
+        return None
+    out = _BUFFERS.empty(len(held), length, like.shape[-1], dtype=like.dtype)
+    for place, values in zip(out, held, strict=True):
+        count = 0 if values is None else len(values)
+        if values is not None:
+            place[:count] = values
+        place[count:].zero_()
+    return out
 
 
 @lru_cache(maxsize=4)

@@ -56,17 +56,29 @@ class PackedRows:
     def __getitem__(self, index: int) -> Row:
         held = [self.documents[number] for number in self.groups[index]]
 
-        def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-            present = [tensor for tensor in tensors if tensor is not None]
-            return torch.cat(present) if present else None
+        def joined(name: str) -> Tensor | None:
+            tensors: list[Tensor | None] = [getattr(row, name) for row in held]
+            like = next((tensor for tensor in tensors if tensor is not None), None)
+            if like is None:
+                return None
+            # zeros where a document's features are still to be computed
+            return torch.cat(
+                [
+                    like.new_zeros(len(row.input_ids), like.shape[-1]) if tensor is None else tensor
+                    for row, tensor in zip(held, tensors, strict=True)
+                ]
+            )
 
         return Row(
             id="+".join(row.id for row in held),
             input_ids=torch.cat([row.input_ids for row in held]),
             loss_mask=torch.cat([row.loss_mask for row in held]),
-            taps=joined([row.taps for row in held]),
-            last_hidden=joined([row.last_hidden for row in held]),
+            taps=joined("taps"),
+            last_hidden=joined("last_hidden"),
             documents=tuple((row.id, len(row.input_ids)) for row in held),
+            tap_scales=joined("tap_scales"),
+            last_scales=joined("last_scales"),
+            sources=tuple(row.source for row in held),
         )
 
     def used_ids(self) -> set[int]:

@@ -2,48 +2,60 @@
 
 A directory holds `shard-00000.safetensors`, … and `manifest.json`. A shard packs whole rows one
 behind the other: `input_ids` [N] int32, `loss_mask` [N] uint8, `taps` [N, F*D], `last_hidden`
-[N, D], `offsets` [R + 1] int64; its header names the rows. Each file appears under its name only
-when it is complete; the manifest's `complete` becomes true when all of them are there.
-`target.safetensors` holds the target's output head and embedding: training needs nothing else.
+[N, D], `offsets` [R + 1] int64, and for 8-bit features their scales (`corpus.storage`); its header
+names the rows. Each file appears under its name only when it is complete; the manifest's `complete`
+becomes true when all of them are there. `target.safetensors` holds the target's output head and
+embedding: training needs nothing else. `quarantine.jsonl` tells why rows were left out.
 
-Bytes per token: D·(F + 1)·itemsize + 5.
+Format 2 has the checksums, row fingerprints and 8-bit features that format 1 has not; both are
+read. Reading: `corpus.feature_store`.
 """
 
-import bisect
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from dspark.errors import CheckpointError, ConfigError, DataError
+import dspark
+from dspark import provenance
+from dspark.corpus.shard_file import MappedFile, write_file
+from dspark.corpus.storage import row_bytes
+from dspark.corpus.unusable import BadRow
+from dspark.errors import CheckpointError, ConfigError
 from dspark.provenance import read_object, save_tensors, temporary_name, write_json
 
 __all__ = [
     "FORMAT",
-    "FeatureStore",
+    "FORMATS",
+    "MANIFEST",
+    "QUARANTINE",
+    "TABLES",
     "Header",
     "Shard",
     "ShardRow",
+    "bad_rows",
+    "describe",
     "finish",
     "present_shard",
     "row_bytes",
+    "row_key",
+    "save_row",
     "start",
+    "write_quarantine",
     "write_shard",
 ]
 
-FORMAT = "dspark.features/1"
-_MANIFEST = "manifest.json"
-_TABLES = "target.safetensors"
-_ID_BYTES = 4 + 1  # input_ids, loss_mask
+FORMAT = "dspark.features/2"
+FORMATS = ("dspark.features/1", FORMAT)
+MANIFEST = "manifest.json"
+TABLES = "target.safetensors"
+QUARANTINE = "quarantine.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +73,24 @@ class Header:
 
     @property
     def token_bytes(self) -> int:
-        itemsize = 2 if self.dtype == "bfloat16" else 4
-        return row_bytes(1, self.hidden_size, len(self.layer_ids), itemsize)
+        return row_bytes(1, self.hidden_size, len(self.layer_ids), self.dtype)
 
 
 @dataclass(frozen=True)
 class ShardRow:
-    """One row on its way to disk."""
+    """One row on its way to disk, its features as they are stored."""
 
     id: str
     input_ids: Tensor  # [S] int64
     loss_mask: Tensor  # [S] bool
     taps: Tensor  # [S, F*D]
     last_hidden: Tensor  # [S, D]
+    tap_scales: Tensor | None = None  # [S, F]
+    last_scales: Tensor | None = None  # [S, 1]
+
+    @property
+    def key(self) -> str:
+        return row_key(self.id, self.input_ids, self.loss_mask)
 
 
 @dataclass(frozen=True)
@@ -86,11 +103,14 @@ class Shard:
     bytes: int
     skipped: list[str]
     """Ids of rows whose features were unusable."""
+    crc32: str | None = None
+    """Of the file (`shard_file.checksum`); None in format 1."""
 
 
-def row_bytes(num_tokens: int, hidden_size: int, num_taps: int, itemsize: int) -> int:
-    """Size on disk of the features of ``num_tokens`` tokens, headers left out."""
-    return num_tokens * (hidden_size * (num_taps + 1) * itemsize + _ID_BYTES)
+def row_key(row_id: str, input_ids: Tensor, loss_mask: Tensor) -> str:
+    """What makes a row this one: its id, and a hash of its ids [S] int64 and mask [S] bool."""
+    digest = hashlib.sha256(input_ids.numpy().tobytes() + loss_mask.numpy().tobytes())
+    return f"{row_id} {digest.hexdigest()[:16]}"
 
 
 def start(directory: Path, header: Header) -> None:
@@ -99,7 +119,7 @@ def start(directory: Path, header: Header) -> None:
     Raises:
         ConfigError: it holds features of something else, or other files.
     """
-    manifest = directory / _MANIFEST
+    manifest = directory / MANIFEST
     if manifest.exists():
         found = read_object(manifest, CheckpointError).get("header", {})
         for name, ours in asdict(header).items():
@@ -114,39 +134,63 @@ def start(directory: Path, header: Header) -> None:
 
 
 def write_shard(
-    directory: Path, index: int, rows: Sequence[ShardRow], plan: Sequence[str], skipped: list[str]
+    directory: Path,
+    index: int,
+    rows: Sequence[ShardRow],
+    plan: Sequence[str],
+    bad: Sequence[BadRow],
 ) -> Shard:
-    """Write one shard of rows, for a ``plan`` of row ids of which ``skipped`` are left out."""
-    tensors = {
-        "input_ids": _joined([row.input_ids.int() for row in rows], torch.int32),
-        "loss_mask": _joined([row.loss_mask.to(torch.uint8) for row in rows], torch.uint8),
-        "offsets": torch.tensor([0, *accumulate(len(row.input_ids) for row in rows)]),
-    }
-    if rows:
-        tensors["taps"] = torch.cat([row.taps for row in rows])
-        tensors["last_hidden"] = torch.cat([row.last_hidden for row in rows])
+    """Write one shard of rows, for a ``plan`` of row keys of which ``bad`` are left out."""
     path = directory / _name(index)
-    names = {
-        "format": FORMAT,
-        "ids": json.dumps([row.id for row in rows]),
-        "plan": _plan_hash(plan),
-        "skipped": json.dumps(skipped),
-    }
-    with temporary_name(path) as aside:
-        save_tensors(tensors, aside, names)
-    return _describe(path)
+    _save(path, rows, plan=_plan_hash(plan), skipped=json.dumps([asdict(one) for one in bad]))
+    return describe(path)
+
+
+def save_row(path: Path, row: ShardRow, **metadata: str) -> None:
+    """Write a shard of one row that belongs to no directory of shards."""
+    _save(path, [row], **metadata)
 
 
 def present_shard(directory: Path, index: int, plan: Sequence[str]) -> Shard | None:
     """The shard of an earlier run if it was written for the same plan, else None."""
     path = directory / _name(index)
     try:
-        with safe_open(path, "pt") as file:
-            if file.metadata().get("plan") != _plan_hash(plan):
-                return None
-    except (OSError, SafetensorError):
+        if MappedFile(path).metadata.get("plan") != _plan_hash(plan):
+            return None
+        return describe(path)
+    except CheckpointError:
         return None
-    return _describe(path)
+
+
+def describe(path: Path) -> Shard:
+    """A shard by its own header.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    file = MappedFile(path)
+    try:
+        offsets = file.tensors["offsets"]
+        skipped = [one.id for one in _skipped(file)]
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"feature shard '{path}' cannot be read: {error!r}") from error
+    crc = file.metadata.get("crc32")
+    return Shard(path.name, len(offsets) - 1, int(offsets[-1]), file.size, skipped, crc)
+
+
+def bad_rows(directory: Path, shard: Shard) -> list[BadRow]:
+    """The rows that were left out of a shard, and why."""
+    return _skipped(MappedFile(directory / shard.file)) if shard.skipped else []
+
+
+def write_quarantine(directory: Path, rows: Sequence[BadRow]) -> None:
+    """`quarantine.jsonl`, made anew from what the shards say; none without such rows."""
+    path = directory / QUARANTINE
+    if rows:
+        lines = (json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
+        provenance.write_text(path, "".join(lines))
+    else:
+        path.unlink(missing_ok=True)
 
 
 def finish(
@@ -154,160 +198,75 @@ def finish(
     header: Header,
     shards: Sequence[Shard],
     tables: Mapping[str, Tensor] | None = None,
+    *,
+    check: Mapping[str, Any] | None = None,
 ) -> None:
     """Mark the directory complete, with the target's ``tables`` (`target.front.tables`) in it.
 
-    What earlier runs left behind is removed.
+    ``check`` is what `head_check.expected` found. What earlier runs left behind is removed.
     """
     if tables is not None:
-        with temporary_name(directory / _TABLES) as aside:
+        with temporary_name(directory / TABLES) as aside:
             save_tensors({name: one.cpu().contiguous() for name, one in tables.items()}, aside)
     listed = {shard.file for shard in shards}
     for path in [*directory.glob("shard-*.safetensors"), *directory.glob(".shard-*.tmp")]:
         if path.name not in listed:
             path.unlink()
-    _write_manifest(directory, header, shards, complete=True)
+    _write_manifest(directory, header, shards, complete=True, check=check)
 
 
-class FeatureStore:
-    """Random access to the rows of a complete directory.
+def _save(path: Path, rows: Sequence[ShardRow], **metadata: str) -> None:
+    pieces: dict[str, list[Tensor]] = {
+        "input_ids": [torch.empty(0, dtype=torch.int32)],
+        "loss_mask": [torch.empty(0, dtype=torch.uint8)],
+        "offsets": [torch.tensor([0, *accumulate(len(row.input_ids) for row in rows)])],
+    }
+    pieces["input_ids"] += [row.input_ids.int() for row in rows]
+    pieces["loss_mask"] += [row.loss_mask.to(torch.uint8) for row in rows]
+    for name in ("taps", "last_hidden", "tap_scales", "last_scales"):
+        held = [value for row in rows if (value := getattr(row, name)) is not None]
+        if held:
+            pieces[name] = held
+    names = {
+        "format": FORMAT,
+        "ids": json.dumps([row.id for row in rows]),
+        "keys": json.dumps([row.key.rpartition(" ")[2] for row in rows]),
+        **metadata,
+    }
+    with temporary_name(path) as aside:
+        write_file(aside, pieces, names)
 
-    Raises:
-        CheckpointError: it is missing, incomplete, damaged, or of an unknown format.
-    """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        if not (directory / _MANIFEST).exists():
-            raise CheckpointError(f"data.shards '{directory}' holds no {_MANIFEST}: run capture")
-        manifest = read_object(directory / _MANIFEST, CheckpointError)
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(
-                f"data.shards '{directory}' has format {manifest.get('format')!r}; this version "
-                f"reads {FORMAT}"
-            )
-        if not manifest["complete"]:
-            raise CheckpointError(
-                f"data.shards '{directory}' is incomplete: run the same capture again to finish it"
-            )
-        self.header = Header(**manifest["header"])
-        self._shards = [Shard(**shard) for shard in manifest["shards"]]
-        for shard in self._shards:
-            path = directory / shard.file
-            size = path.stat().st_size if path.exists() else None
-            if size != shard.bytes:
-                state = "is missing" if size is None else f"has {size} bytes of {shard.bytes}"
-                raise CheckpointError(f"feature shard '{path}' {state}: run capture again")
-        self._ends = list(accumulate(shard.rows for shard in self._shards))
-        self.num_tokens = sum(shard.tokens for shard in self._shards)
-        # file handles and row names of the shards last read from
-        self._open = lru_cache(maxsize=64)(self._open_shard)
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def check(self, **expected: Any) -> None:
-        """Refuse features of anything else; a value of None is not compared.
-
-        Raises:
-            DataError: a field of the header differs.
-        """
-        for name, value in expected.items():
-            found = getattr(self.header, name)
-            if value is not None and found != value:
-                raise DataError(
-                    f"data.shards '{self._directory}' was captured with {name} {found}, this run "
-                    f"has {value}; capture again"
-                )
-
-    def row(self, index: int) -> tuple[str, dict[str, Tensor]]:
-        """Id and tensors of row ``index`` of all shards together.
-
-        Raises:
-            IndexError: there is no such row.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        shard = bisect.bisect_right(self._ends, index)
-        inside = index - (self._ends[shard - 1] if shard else 0)
-        file, names, offsets = self._open(shard)
-        part = slice(offsets[inside], offsets[inside + 1])
-        keys = ("input_ids", "loss_mask", "taps", "last_hidden")
-        return names[inside], {key: file.get_slice(key)[part] for key in keys}
-
-    def lengths(self) -> list[int]:
-        """Tokens of every row."""
-        found: list[int] = []
-        for shard in range(len(self._shards)):
-            offsets = self._open(shard)[2]
-            found.extend(end - begin for begin, end in pairwise(offsets))
-        return found
-
-    def tables(self) -> dict[str, Tensor] | None:
-        """The target's `head` and so on; None in a directory that was written without them.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
-        path = self._directory / _TABLES
-        if not path.exists():
-            return None
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"'{path}' cannot be read: {error}") from error
-
-    def used_ids(self) -> set[int]:
-        """Every token id that occurs in any row."""
-        used: set[int] = set()
-        for shard in range(len(self._shards)):
-            used.update(self._open(shard)[0].get_tensor("input_ids").unique().tolist())
-        return used
-
-    def _open_shard(self, shard: int) -> tuple[Any, list[str], list[int]]:
-        path = self._directory / self._shards[shard].file
-        try:
-            file: Any = safe_open(path, "pt")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"feature shard '{path}' cannot be read: {error}") from error
-        return file, json.loads(file.metadata()["ids"]), file.get_tensor("offsets").tolist()
+def _skipped(file: MappedFile) -> list[BadRow]:
+    found = json.loads(file.metadata["skipped"])
+    return [BadRow(one, "") if isinstance(one, str) else BadRow(**one) for one in found]
 
 
 def _name(index: int) -> str:
     return f"shard-{index:05d}.safetensors"
 
 
-def _describe(path: Path) -> Shard:
-    with safe_open(path, "pt") as file:
-        names = file.metadata()
-        offsets = file.get_tensor("offsets")
-    return Shard(
-        path.name,
-        len(offsets) - 1,
-        int(offsets[-1]),
-        path.stat().st_size,
-        json.loads(names["skipped"]),
-    )
-
-
 def _plan_hash(plan: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(plan).encode()).hexdigest()
 
 
-def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat(list(tensors)) if tensors else torch.empty(0, dtype=dtype)
-
-
 def _write_manifest(
-    directory: Path, header: Header, shards: Sequence[Shard], *, complete: bool
+    directory: Path,
+    header: Header,
+    shards: Sequence[Shard],
+    *,
+    complete: bool,
+    check: Mapping[str, Any] | None = None,
 ) -> None:
     manifest = {
         "format": FORMAT,
         "complete": complete,
         "header": asdict(header),
+        "versions": {"dspark": dspark.__version__, **provenance.versions()},
         "rows": sum(shard.rows for shard in shards),
         "tokens": sum(shard.tokens for shard in shards),
         "bytes": sum(shard.bytes for shard in shards),
+        "check": check,
         "shards": [asdict(shard) for shard in shards],
     }
-    write_json(directory / _MANIFEST, manifest)
+    write_json(directory / MANIFEST, manifest)

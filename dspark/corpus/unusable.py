@@ -2,18 +2,52 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from dspark.errors import RunError
+from dspark.target import Features
 
-__all__ = ["Unusable"]
+__all__ = ["BadRow", "Unusable", "diagnose"]
 
 log = logging.getLogger(__name__)
 
 _BUDGET = 0.01
 """Share of rows whose features may be unusable (at least one row may)."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that was left out, and what is wrong with it."""
+
+    id: str
+    reason: str
+    """nan, inf or all zero; empty where shards of format 1 do not tell."""
+    state: str = ""
+    """layer N, or final: the first that is wrong, at the first such position."""
+    position: int | None = None
+    """Token of the row; None where a state is zero throughout."""
+
+
+def diagnose(
+    row_id: str,
+    features: Features,  # of one row: [S, F*D], [S, D]
+    layer_ids: Sequence[int],
+) -> BadRow:
+    """What is wrong with the features of a row that `Features.usable` said no to."""
+    hidden_size = features.last_hidden.shape[-1]
+    taps = features.taps.view(len(features.taps), -1, hidden_size)
+    states = torch.cat([taps, features.last_hidden[:, None]], dim=1)  # [S, F + 1, D]
+    names = [*(f"layer {layer}" for layer in layer_ids), "final"]
+    broken = (~states.isfinite()).any(-1).nonzero().tolist()  # by position, then by state
+    if broken:
+        position, number = broken[0]
+        reason = "nan" if bool(states[position, number].isnan().any()) else "inf"
+        return BadRow(row_id, reason, names[number], position)
+    empty = (states == 0).all(-1).all(0).nonzero().flatten().tolist()
+    return BadRow(row_id, "all zero", names[empty[0]] if empty else "")
 
 
 class Unusable:

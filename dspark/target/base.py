@@ -148,6 +148,12 @@ class Target(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] behind the final norm -> [..., V]."""
 
+    @torch.no_grad()
+    def own_logits(self, input_ids: Tensor) -> Tensor:  # [S] int64 -> [S, V]
+        """Of every position, by a way that shares as little with `features` as there is."""
+        hidden, _ = self._extend(self.new_cache(), input_ids.to(self.device), None)
+        return self.logits(hidden)
+
     def pack(self) -> None:
         """Lay the weights out for steps of 8 and 16 rows; only what decodes pays for the copy."""
         if not self._packed:

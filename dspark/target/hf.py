@@ -94,6 +94,13 @@ class HFTarget(Target):
         """[..., D] behind the final norm -> [..., V]."""
         return self._finish(self._head(hidden.to(self._head.weight.dtype)))
 
+    @torch.no_grad()
+    def own_logits(self, input_ids: Tensor) -> Tensor:  # [S] int64 -> [S, V]
+        """Of every position, by the model's own forward pass."""
+        out = self.model(input_ids=input_ids[None].to(self.device), use_cache=False)
+        logits: Tensor = out.logits[0]
+        return logits
+
     def new_cache(self, layer_ids: Sequence[int] = ()) -> RowCache:
         """An empty cache for one sequence whose calls return the taps of ``layer_ids``."""
         check_layer_ids(layer_ids, self.num_layers)

@@ -77,6 +77,12 @@ class LingTarget(Target):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden.to(self.dtype))
 
+    @torch.no_grad()
+    def own_logits(self, input_ids: Tensor) -> Tensor:  # [S] int64 -> [S, V]
+        """Of every position, by a prefill; the weights stay as they are laid out."""
+        cache = self.model.new_cache((), 1, self.device, self.dtype)
+        return self.logits(self._extend(cache, input_ids.to(self.device), None)[0])
+
     def new_cache(self, layer_ids: Sequence[int] = ()) -> LingCache:
         check_layer_ids(layer_ids, self.num_layers)
         self.pack()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dspark.corpus.storage import decoded
 from dspark.target import Features, Target
 
 __all__ = ["batch_features", "gather_rows", "silence"]
@@ -26,15 +27,21 @@ def batch_features(
     taps: Tensor | None,  # [B, S, F*D] from shards, else None
     last_hidden: Tensor | None,  # [B, S, D] from shards, else None
     spans: Sequence[tuple[int, int, int]] = (),  # row, first position and tokens of each document
+    *,
+    tap_scales: Tensor | None = None,  # [B, S, F], of 8-bit taps
+    last_scales: Tensor | None = None,  # [B, S, 1], of an 8-bit final state
+    partial: bool = False,
 ) -> Features:
     """Taps and last hidden states on the device of ``input_ids``, without a graph.
+
+    With ``partial`` the documents of ``spans`` alone are computed, and the others' features are 0.
 
     Padding on the right needs no mask: nothing before it can see it, and no anchor stands in it.
     Documents that share a row are computed apart: no target needs to know where one ends.
     """
     if taps is not None and last_hidden is not None:
-        return Features(taps, last_hidden)
-    if all(first == 0 for _, first, _ in spans):
+        return Features(decoded(taps, tap_scales), decoded(last_hidden, last_scales))
+    if not partial and all(first == 0 for _, first, _ in spans):
         return target.features(input_ids, layer_ids)
     found: Features | None = None
     for group in _alike([tokens for _, _, tokens in spans]):

@@ -15,7 +15,9 @@
   them hold NaN, Inf or only zeros.
 - ``perf/step_s``, ``perf/tokens_per_s`` (tokens of the rows, without padding, all processes),
   ``perf/mem_gib`` (peak of this process's GPU); ``perf/features_wait_s``, with split features:
-  seconds for which the main process waited for its target workers in the line's steps.
+  seconds for which the main process waited for its target workers in the line's steps;
+  ``perf/rows_{shards,window,generated}``, with `data.on_missing` generate: documents of the line's
+  steps, in the main process, by where their features were from.
 - ``val/tau``, ``accepted_drafts``, ``accept_rate@k``, ``survival@k``: the same, counted over a real
   decode of the validation prompts (`validation`); ``val/rounds``: its draft-and-verify rounds;
   ``val/ema_tau``: ``val/tau`` of the average of the weights (`ema`).

@@ -117,9 +117,10 @@ def _missing(config: Config) -> str:
     """What of the named data is not there yet; settings that name none are the run's to refuse."""
     data = config.data
     if config.train.features == "offline":
-        if data.shards is None or (Path(data.shards) / "manifest.json").exists():
+        if data.shards is not None and not (Path(data.shards) / "manifest.json").exists():
+            return f"data.shards '{data.shards}' is not there yet"
+        if data.shards is None or data.on_missing == "refuse":
             return ""
-        return f"data.shards '{data.shards}' is not there yet"
     for source in data.responses:
         try:
             expand([source])

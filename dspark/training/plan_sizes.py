@@ -15,6 +15,7 @@ from dspark.training.memory import Holding, TargetSize, TrainingShape, estimate,
 from dspark.training.optim import Schedule, plan_steps
 from dspark.training.plan_data import DataSize
 from dspark.training.plan_model import inner_size, target_counts
+from dspark.training.targets import reads_tables
 
 __all__ = ["PEAK_TFLOPS", "Sizes"]
 
@@ -40,13 +41,15 @@ class Sizes:
     ) -> None:
         self._config, self._draft, self._data = config, draft, data
         self._trainable, self._bf16, self._mfu = trainable, bf16, mfu
-        self._online = config.train.features == "online"
+        generate = config.train.features == "offline" and config.data.on_missing == "generate"
+        # the most there can be: as if the target had every row to compute
+        self._online = config.train.features == "online" or generate
         self._split = config.train.features == "split"
         self.target_parameters, self.active = target_counts(target)
         weights = {id(one): one for one in target.model.parameters()}.values()
         self.target_bytes = sum(one.numel() * one.element_size() for one in weights)
         # of a target whose layers are elsewhere, a trainer holds the tables only (`targets`)
-        shards = config.train.features == "offline" and not config.train.validation_prompts
+        shards = reads_tables(config)
         tables = {id(one): one for one in (target.embed_weight, target.head_weight)}.values()
         self._target = TargetSize(
             weight_bytes=sum(one.numel() * one.element_size() for one in tables)
@@ -167,8 +170,7 @@ class Sizes:
     @property
     def token_bytes(self) -> int:
         """Of a token's features on disk, stored as `capture.dtype` says."""
-        half = self._config.capture.dtype == "bfloat16"
-        given = self._target.hidden_size, self._target.num_taps, 2 if half else 4
+        given = self._target.hidden_size, self._target.num_taps, self._config.capture.dtype
         return store.row_bytes(1, *given)
 
     @property

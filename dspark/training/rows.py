@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dspark.config import Config
+from dspark.corpus import head_check
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, Row, ShardRows
+from dspark.corpus.feature_store import FeatureStore
+from dspark.corpus.hybrid import HybridRows
 from dspark.corpus.ids import id_limit
 from dspark.corpus.packing import PackedRows
 from dspark.errors import ConfigError, DataError
@@ -20,6 +23,7 @@ __all__ = [
     "check_fit",
     "documents_of",
     "facts",
+    "hybrid_of",
     "identity",
     "open_rows",
 ]
@@ -42,10 +46,18 @@ class TrainingRows(Protocol):
 
 
 def documents_of(rows: TrainingRows) -> ResponseRows | ShardRows:
-    """What the rows were made of, before packing."""
+    """What the rows were made of, before packing; responses where only some have features."""
     held: Any = rows.documents if isinstance(rows, PackedRows) else rows
+    if isinstance(held, HybridRows):
+        return held.responses
     assert isinstance(held, ResponseRows | ShardRows)
     return held
+
+
+def hybrid_of(rows: TrainingRows) -> HybridRows | None:
+    """The rows before packing, where features that shards do not hold are computed."""
+    held: Any = rows.documents if isinstance(rows, PackedRows) else rows
+    return held if isinstance(held, HybridRows) else None
 
 
 def open_rows(config: Config, tokenizer: Any) -> TrainingRows:
@@ -70,15 +82,22 @@ def open_rows(config: Config, tokenizer: Any) -> TrainingRows:
     return packed
 
 
-def _documents(config: Config, tokenizer: Any) -> ResponseRows | ShardRows:
+def _documents(config: Config, tokenizer: Any) -> ResponseRows | ShardRows | HybridRows:
     data = config.data
+    generate = data.on_missing == "generate"
     if config.train.features == "offline":
         if data.shards is None:
             raise ConfigError(
                 "train.features is offline but data.shards is not set: give the directory that "
                 "`dspark capture` wrote, or set train.features=online"
             )
-        return ShardRows(data.shards)
+        if not generate:
+            return ShardRows(data.shards)
+        if not data.responses:
+            raise ConfigError(
+                "data.on_missing is generate but data.responses is empty: it names the rows of the "
+                "run, of which data.shards may hold some"
+            )
     if not data.responses:
         raise ConfigError(
             "data.responses is empty: give the responses.jsonl files that `dspark sample` wrote"
@@ -86,7 +105,10 @@ def _documents(config: Config, tokenizer: Any) -> ResponseRows | ShardRows:
     for source in data.responses:
         if source == config.sample.out and not Path(source).exists():
             raise DataError(f"data.responses {source} is not there yet: run `dspark sample` first")
-    return ResponseRows(data, tokenizer, vocab_size=id_limit(tokenizer))
+    responses = ResponseRows(data, tokenizer, vocab_size=id_limit(tokenizer))
+    if config.train.features == "offline" and data.shards is not None:
+        return HybridRows(responses, Path(data.shards))
+    return responses
 
 
 def check_features(
@@ -96,14 +118,18 @@ def check_features(
 
     Raises:
         DataError: names what differs, with both values.
+        CheckpointError: the output head is not the one they were captured with.
     """
-    if config.train.features == "offline" and config.data.shards is not None:
-        ShardRows(
-            config.data.shards,
-            target_fingerprint=target.fingerprint(),
-            layer_ids=layer_ids,
-            template_hash=template_hash(tokenizer) if tokenizer.chat_template else None,
-        )
+    if config.train.features != "offline" or config.data.shards is None:
+        return
+    generate = config.data.on_missing == "generate"
+    store = FeatureStore(Path(config.data.shards), partial=generate)
+    store.check(
+        target_fingerprint=target.fingerprint(),
+        layer_ids=list(layer_ids),
+        template_hash=template_hash(tokenizer) if tokenizer.chat_template else None,
+    )
+    head_check.check_head(store, target.logits, where=config.data.shards)
 
 
 def check_fit(rows: TrainingRows, target: Target) -> None:

@@ -6,15 +6,21 @@ from pathlib import Path
 import torch
 
 from dspark.config import Config
-from dspark.corpus.store import FeatureStore
+from dspark.corpus.feature_store import FeatureStore
 from dspark.errors import DataError
 from dspark.target import Target, load, outline
 from dspark.target.front import Facts, Front
 from dspark.training.split.pool import TargetPool
 
-__all__ = ["open_target"]
+__all__ = ["open_target", "reads_tables"]
 
 log = logging.getLogger(__name__)
+
+
+def reads_tables(config: Config) -> bool:
+    """Does this run need no layer of the target, but for its tables beside the shards?"""
+    offline = config.train.features == "offline" and config.data.on_missing == "refuse"
+    return offline and not config.train.validation_prompts
 
 
 def open_target(config: Config, device: torch.device, pool: TargetPool | None) -> Target:
@@ -30,7 +36,7 @@ def open_target(config: Config, device: torch.device, pool: TargetPool | None) -
     """
     if pool is not None:
         return pool.start()
-    if config.train.features == "offline" and not config.train.validation_prompts:
+    if reads_tables(config):
         assert config.data.shards is not None
         store = FeatureStore(Path(config.data.shards))
         tables = store.tables()

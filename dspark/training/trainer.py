@@ -37,10 +37,19 @@ from dspark.training.engine import autocast_dtype, build_engine, can_compile
 from dspark.training.features import batch_features, gather_rows, silence
 from dspark.training.journal import Journal
 from dspark.training.later import Later
+from dspark.training.missing import MissingFeatures, open_window
 from dspark.training.monitor import Monitor
 from dspark.training.objective import Objective
 from dspark.training.optim import Schedule, plan_steps, ramp_at
-from dspark.training.rows import check_features, check_fit, documents_of, facts, identity, open_rows
+from dspark.training.rows import (
+    check_features,
+    check_fit,
+    documents_of,
+    facts,
+    hybrid_of,
+    identity,
+    open_rows,
+)
 from dspark.training.signals import StopRequest
 from dspark.training.split.pool import TargetPool
 from dspark.training.targets import open_target
@@ -177,6 +186,12 @@ class Trainer:
             # one shape, for which the layers are compiled once
             length=config.data.pack_length if accelerator.device.type == "cuda" else None,
         )
+        self._window, self._missing = None, None
+        if (hybrid := hybrid_of(rows)) is not None:
+            self._window = open_window(
+                hybrid, config.data.window_bytes, index=accelerator.process_index, count=processes
+            )
+            self._missing = MissingFeatures(hybrid.header.dtype, self._window)
         self.monitor = Monitor(self.draft.block_size, accelerator)
         self._data = facts(rows)
         self.unusable = Unusable(len(documents_of(rows)), self.target.dtype)
@@ -216,6 +231,8 @@ class Trainer:
             bar = stack.enter_context(Bar("train", self.plan.total_steps, shown=main))
             bar.advance(self.step)
             stop = stack.enter_context(StopRequest())
+            if self._window is not None:
+                stack.enter_context(self._window)
             try:
                 return self._loop(journal, bar, stop)
             except torch.OutOfMemoryError as error:
@@ -301,6 +318,8 @@ class Trainer:
         """Loss share, `Sums.to_vector`, and how many rows were left out."""
         if self._pool is not None:
             features = self._pool.take(one)
+        elif self._missing is not None:
+            features = self._missing.complete(self.target, self.draft.layer_ids, one)
         else:
             features = batch_features(
                 self.target,
@@ -309,6 +328,8 @@ class Trainer:
                 one.taps,
                 one.last_hidden,
                 one.spans,
+                tap_scales=one.tap_scales,
+                last_scales=one.last_scales,
             )
         usable = features.usable_documents(one.documents, len(one.spans))
         self._usable.append((one.row_ids, usable))  # read when a line is due
@@ -329,6 +350,9 @@ class Trainer:
         self._usable.clear()
         if self._pool is not None:
             figures["perf/features_wait_s"] = self._pool.waited()
+        if self._missing is not None:
+            for name, count in self._missing.counts().items():
+                figures[f"perf/rows_{name}"] = float(count)
         return {
             **figures,
             "train/lr": self.schedule.lr(self.step - 1),

@@ -17,10 +17,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dspark.config import LossSettings
-from dspark.corpus.dataset import Batch, Row, collate, rows_at
+from dspark.corpus.dataset import Row, collate, rows_at
 from dspark.draft.anchors import sample_blocks
 from dspark.draft.visibility import TILE
 from dspark.losses import denominators
@@ -62,6 +61,12 @@ class Pass:
     """Row, first position and tokens of each of the M documents."""
     row_ids: tuple[str, ...]
     """Of the M documents."""
+    sources: tuple[str, ...] = ()
+    """Where the features of each of the M documents are from; empty where they are to be computed
+    (those of ``taps`` and ``last_hidden`` are then 0)."""
+    loss_mask: Tensor | None = None  # [B, S] bool
+    tap_scales: Tensor | None = None  # [B, S, F], of 8-bit taps
+    last_scales: Tensor | None = None  # [B, S, 1], of an 8-bit final state
 
     @property
     def num_tokens(self) -> int:
@@ -205,7 +210,8 @@ def draw_pass(
     and A are as large as they can get. Only blocks with a supervised slot are
     listed; N may be 0.
     """
-    batch = _padded(collate(rows), pad_to, length or 0)
+    held = max(len(row.input_ids) for row in rows)
+    batch = collate(rows, -(-max(held, length or 0) // pad_to) * pad_to)
     spans = _spans(rows)
     documents = _by_position(batch.input_ids.shape, spans, range(len(spans)), len(spans))
     starts = None
@@ -240,6 +246,10 @@ def draw_pass(
         starts=starts,
         spans=spans,
         row_ids=tuple(name for row in rows for name, _ in row.parts()),
+        sources=tuple(source for row in rows for source in row.origins()),
+        loss_mask=batch.loss_mask,
+        tap_scales=batch.tap_scales,
+        last_scales=batch.last_scales,
     )
 
 
@@ -261,20 +271,3 @@ def _by_position(
     for (row, first, tokens), value in zip(spans, values, strict=True):
         out[row, first : first + tokens] = value
     return out
-
-
-def _padded(batch: Batch, multiple: int, least: int) -> Batch:
-    """S up to ``least`` and a multiple: id 0, mask False, features 0."""
-    held = batch.input_ids.shape[1]
-    more = -(-max(held, least) // multiple) * multiple - held
-
-    def pad(tensor: Tensor) -> Tensor:
-        return functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, more))
-
-    return replace(
-        batch,
-        input_ids=pad(batch.input_ids),
-        loss_mask=pad(batch.loss_mask),
-        taps=None if batch.taps is None else pad(batch.taps),
-        last_hidden=None if batch.last_hidden is None else pad(batch.last_hidden),
-    )

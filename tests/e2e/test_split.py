@@ -68,6 +68,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = config_io.load(None, settings(directory, directory)).data
     kept = CaptureSettings(out=str(directory / "shards"), dtype="float32", batch_size=1)
     capture(target, tiny_tokenizer(), data, kept, LAYERS)
+    # and as a capture leaves them that was killed: here with nothing but the manifest
+    (directory / "none").mkdir()
+    manifest = json.loads((directory / "shards" / "manifest.json").read_text())
+    manifest |= {"complete": False, "shards": [], "check": None}
+    (directory / "none" / "manifest.json").write_text(json.dumps(manifest))
     return directory
 
 
@@ -142,6 +147,7 @@ def online(place: Path) -> Path:
     "how",
     [
         pytest.param(["train.features=offline"], id="offline"),
+        pytest.param(["train.features=offline", "data.on_missing=generate"], id="none missing"),
         pytest.param(split("cpu"), id="one worker"),
         pytest.param(split("cpu", "cpu"), id="two workers"),
         pytest.param(split("cpu", "cpu", queue=1), id="two workers, one slot each"),
@@ -170,9 +176,19 @@ def test_packed_documents_are_computed_apart_in_a_worker_too(place: Path, tmp_pa
 
 def test_two_trainers_with_a_worker_each(forks: Any, place: Path, tmp_path: Path) -> None:
     two = "train.num_processes=2"
-    for kind in ("online", "offline"):
-        own = settings(place, tmp_path / kind, two, f"train.features={kind}")
-        assert forks.run(own, processes=2).codes == [0, 0]
+    kinds = {
+        "online": ["train.features=online"],
+        "offline": ["train.features=offline"],
+        "generated": [
+            "train.features=offline",
+            "data.on_missing=generate",
+            f"data.shards={place / 'none'}",
+            "data.window_bytes=10000000",
+        ],
+    }
+    for name, how in kinds.items():
+        ended = forks.run(settings(place, tmp_path / name, two, *how), processes=2)
+        assert ended.codes == [0, 0], ended.said
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "2", "train.py"]
     done = subprocess.run(
@@ -188,6 +204,8 @@ def test_two_trainers_with_a_worker_each(forks: Any, place: Path, tmp_path: Path
     assert_no_noise(done.stderr)
     assert_same(tmp_path / "split", tmp_path / "online")
     assert_same(tmp_path / "offline", tmp_path / "online")
+    assert_same(tmp_path / "generated", tmp_path / "online")
+    assert len(list((place / "none-window").glob("*.row"))) == 10
 
 
 # --- back-pressure ------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from dspark.config import CaptureSettings, DataSettings
 from dspark.corpus import store
 from dspark.corpus.capture import _check_disk, capture
 from dspark.corpus.chat import template_hash
-from dspark.corpus.dataset import ResponseRows, ShardRows
+from dspark.corpus.dataset import ResponseRows, ShardRows, collate
+from dspark.corpus.storage import decoded
 from dspark.errors import ConfigError, DataError, RunError
 from dspark.target import Features, Target
 from dspark.testing import tiny_target, tiny_tokenizer
@@ -214,11 +215,99 @@ def test_rows_with_unusable_features_are_named_and_skipped_within_a_budget(
     report = capture(one, tokenizer, data, settings(tmp_path / "s"), LAYERS)
     assert report.skipped == ["r4"]
     assert "row r4: features with NaN, Inf or only zeros" in caplog.text
+    (line,) = quarantined(tmp_path / "s")
+    reason = "all zero" if value == 0 else str(value)
+    state = {"tap": "layer 2", "position": "layer 0", "last": "final"}[where]
+    position = {"position": 1, "tap": None, "last": 0 if value else None}[where]
+    assert line == {"id": "r4", "reason": reason, "state": state, "position": position}
     left = ShardRows(tmp_path / "s")
     assert [left[i].id for i in range(11)] == [f"r{i}" for i in range(12) if i != 4]
     two: Any = Poisoned(target, {firsts[4], firsts[7]}, value, where)
     with pytest.raises(RunError, match=r"2 of 12 rows .*r4, r7"):
         capture(two, tokenizer, data, settings(tmp_path / "t"), LAYERS)
+
+
+def quarantined(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+
+
+def test_the_quarantine_survives_a_kill_without_doubles(
+    target: Target, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 12)
+    rows = ResponseRows(data, tokenizer)
+    monkeypatch.setattr("dspark.corpus.unusable._BUDGET", 0.5)
+    bad = {int(rows[i].input_ids[0]) for i in (1, 3, 10)}
+    poisoned: Any = Poisoned(target, bad, torch.inf, "last")
+    write, calls = store.write_shard, []
+
+    def killed(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    monkeypatch.setattr(store, "write_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        capture(poisoned, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    assert [line["id"] for line in quarantined(tmp_path / "s")] == ["r1", "r3"]
+    (tmp_path / "s" / "quarantine.jsonl").write_text('{"id": "r1", "rea')  # as a kill may leave it
+    monkeypatch.setattr(store, "write_shard", write)
+    for _ in range(2):
+        report = capture(poisoned, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+        assert [line["id"] for line in quarantined(tmp_path / "s")] == ["r1", "r3", "r10"]
+        assert report.skipped == ["r1", "r3", "r10"]
+    # without such rows there is no such file
+    capture(target, tokenizer, data, settings(tmp_path / "t"), LAYERS)
+    assert not (tmp_path / "t" / "quarantine.jsonl").exists()
+
+
+def test_the_report_tells_the_target_from_all_else(
+    target: Target, tokenizer: Any, tmp_path: Path
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 12)
+    report = capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    assert report.forward_s > 0
+    assert report.other_s > 0
+    assert report.agreement == 1.0
+    told = report.to_dict()
+    assert told["forward_s"] == report.forward_s
+    assert told["other_s"] == report.other_s
+    again = capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    assert again.resumed_shards == report.shards
+    assert again.forward_s == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e4m3fn_all"])
+def test_files_are_as_large_as_the_formula_and_their_headers(
+    target: Target, tokenizer: Any, tmp_path: Path, dtype: str
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 12)
+    report = capture(target, tokenizer, data, settings(tmp_path / "s", dtype=dtype), LAYERS)
+    held = 0
+    for path in (tmp_path / "s").glob("shard-*"):
+        whole = path.read_bytes()
+        held += len(whole) - 8 - int.from_bytes(whole[:8], "little")
+    offsets = 8 * (report.rows + report.shards)
+    formula = store.row_bytes(report.tokens, target.hidden_size, len(LAYERS), dtype)
+    assert held == formula + offsets
+    assert report.bytes == sum(path.stat().st_size for path in (tmp_path / "s").glob("shard-*"))
+
+
+def test_eight_bit_shards_are_close_to_the_features(
+    target: Target, tokenizer: Any, tmp_path: Path
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 6)
+    for name in ("float32", "float8_e4m3fn"):
+        capture(target, tokenizer, data, settings(tmp_path / name, dtype=name), LAYERS)
+    exact = collate([ShardRows(tmp_path / "float32")[i] for i in range(6)])
+    found = collate([ShardRows(tmp_path / "float8_e4m3fn")[i] for i in range(6)])
+    assert exact.taps is not None
+    assert found.taps is not None
+    taps = decoded(found.taps, found.tap_scales)
+    assert taps.dtype == torch.bfloat16
+    off = (taps.float() - exact.taps).norm() / exact.taps.norm()
+    assert 0.01 < off < 0.04
 
 
 def test_bfloat16_shards_round_the_features(target: Target, tokenizer: Any, tmp_path: Path) -> None:

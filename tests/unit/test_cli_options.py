@@ -155,7 +155,8 @@ def test_limits_of_sample_and_bench_reach_the_prompts(
 def test_capture_taps_the_layers_that_are_asked_for(
     stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture = stub("corpus.capture.capture", report(rows=1, tokens=2))
+    done = report(rows=1, tokens=2, bytes=3, forward_s=4.0, other_s=0.5, skipped=[])
+    capture = stub("corpus.capture.capture", done)
     assert run(monkeypatch, "capture", "--out", "o", "draft.target_layer_ids=[0, 4]") == 0
     assert capture.args[3].out == "o"
     assert capture.args[4] == (0, 4)

@@ -1,21 +1,29 @@
+import gc
+import hashlib
 import json
+import os
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from dspark.corpus import inspect_features
+from dspark.corpus.feature_store import FeatureStore
 from dspark.corpus.store import (
-    FeatureStore,
     Header,
     Shard,
     ShardRow,
+    bad_rows,
     finish,
     present_shard,
     row_bytes,
     start,
     write_shard,
 )
+from dspark.corpus.unusable import BadRow
 from dspark.errors import CheckpointError, ConfigError, DataError
 
 HIDDEN, TAPS = 4, 2
@@ -80,8 +88,8 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 def test_size_formula() -> None:
     # 1.3M rows x 4096 tokens of a 2560-wide target with 5 taps in bf16: 30,725 bytes a token
-    assert row_bytes(1, 2560, 5, 2) == 30_725
-    assert row_bytes(1_300_000 * 4096, 2560, 5, 2) == 163_604_480_000_000
+    assert row_bytes(1, 2560, 5, "bfloat16") == 30_725
+    assert row_bytes(1_300_000 * 4096, 2560, 5, "bfloat16") == 163_604_480_000_000
     assert header(hidden_size=2560, layer_ids=[0] * 5, dtype="bfloat16").token_bytes == 30_725
 
 
@@ -162,3 +170,119 @@ def test_shards_behind_the_plan_are_removed(tmp_path: Path) -> None:
     finish(out, header(), [first])
     assert len(FeatureStore(out)) == 1
     assert sorted(p.name for p in out.iterdir()) == ["manifest.json", "shard-00000.safetensors"]
+
+
+def of_format_1(directory: Path) -> list[ShardRow]:
+    """A directory as versions before the checksums wrote it."""
+    parts = [rows(5, 3), rows(7)]
+    start(directory, header())
+    shards = []
+    for number, part in enumerate(parts):
+        path = directory / f"shard-{number:05d}.safetensors"
+        tensors = {
+            "input_ids": torch.cat([row.input_ids.int() for row in part]),
+            "loss_mask": torch.cat([row.loss_mask.to(torch.uint8) for row in part]),
+            "offsets": torch.tensor([0, *accumulate(len(row.input_ids) for row in part)]),
+            "taps": torch.cat([row.taps for row in part]),
+            "last_hidden": torch.cat([row.last_hidden for row in part]),
+        }
+        plan = hashlib.sha256("\n".join(row.key for row in part).encode()).hexdigest()
+        names = {
+            "format": "dspark.features/1",
+            "ids": json.dumps([row.id for row in part]),
+            "plan": plan,
+            "skipped": json.dumps(["lost"] if number else []),
+        }
+        save_file(tensors, path, names)
+        tokens = sum(len(row.input_ids) for row in part)
+        size = path.stat().st_size
+        skipped = json.loads(names["skipped"])
+        shards.append(
+            {"file": path.name, "rows": len(part), "tokens": tokens, "bytes": size}
+            | {"skipped": skipped}
+        )
+    manifest = {
+        "format": "dspark.features/1",
+        "complete": True,
+        "header": vars(header()),
+        "rows": 3,
+        "tokens": 15,
+        "bytes": 0,
+        "shards": shards,
+    }
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    return [row for part in parts for row in part]
+
+
+def test_directories_of_format_1_are_read_and_gone_on_with(tmp_path: Path) -> None:
+    written = of_format_1(tmp_path / "s")
+    for partial in (False, True):
+        store = FeatureStore(tmp_path / "s", partial=partial)
+        assert [store.row(i)[0] for i in range(3)] == [row.id for row in written]
+        assert store.row_keys() == [row.key for row in written]
+        for index, row in enumerate(written):
+            assert torch.equal(store.row(index)[1]["taps"], row.taps)
+    # a capture of the same rows takes its shards as they are
+    shard = present_shard(tmp_path / "s", 1, [written[2].key])
+    assert shard is not None
+    assert (shard.skipped, shard.crc32) == (["lost"], None)
+    assert bad_rows(tmp_path / "s", shard) == [BadRow("lost", "")]
+    with pytest.raises(ConfigError, match=r"2 of 2 shards .* are of format 1, which has no"):
+        inspect_features.inspect(tmp_path / "s", verify=True)
+
+
+def test_only_so_many_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dspark.corpus.feature_store._OPEN_FILES", 3)
+    make(tmp_path / "s", *(rows(number) for number in range(3, 11)))
+    before = len(os.listdir("/proc/self/fd"))
+    store = FeatureStore(tmp_path / "s")
+    for index in (0, 3, 7, 1, 5, 6, 2, 4):
+        assert len(store.row(index)[1]["input_ids"]) == index + 3
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
+
+
+def test_a_damaged_byte_is_found_when_it_is_looked_for(tmp_path: Path) -> None:
+    first, second = make(tmp_path / "s", rows(5, 3), rows(7))
+    report = inspect_features.inspect(tmp_path / "s", verify=True)
+    assert report["damaged"] == []
+    assert (report["rows"], report["tokens"], report["taps"]) == (3, 15, [1, 3])
+    assert report["versions"]["torch"] == torch.__version__
+    path = tmp_path / "s" / second.file
+    damaged = bytearray(path.read_bytes())
+    damaged[-30] ^= 1
+    path.write_bytes(damaged)
+    FeatureStore(tmp_path / "s").row(2)  # not noticed at a start
+    assert inspect_features.inspect(tmp_path / "s", verify=False)["damaged"] == []
+    assert inspect_features.inspect(tmp_path / "s", verify=True)["damaged"] == [second.file]
+    (tmp_path / "s" / first.file).unlink()
+    found = inspect_features.inspect(tmp_path / "s", verify=True)["damaged"]
+    assert found == [first.file, second.file]
+
+
+def test_an_unfinished_directory_gives_what_there_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = make(tmp_path / "s", rows(5, 3), rows(7), rows(9), complete=False)
+    path = tmp_path / "s" / shards[1].file
+    path.write_bytes(path.read_bytes()[:-1])
+    store = FeatureStore(tmp_path / "s", partial=True)
+    assert [store.row(i)[0] for i in range(len(store))] == ["row5", "row3", "row9"]
+    assert f"{shards[1].file}' cannot be read" in caplog.text
+    report = inspect_features.inspect(tmp_path / "s", verify=True)
+    assert not report["complete"]
+    assert (report["rows"], report["damaged"]) == (3, [shards[1].file])
+
+
+def test_damaged_manifests_are_a_sentence(tmp_path: Path) -> None:
+    make(tmp_path / "s", rows(5))
+    path = tmp_path / "s" / "manifest.json"
+    whole = json.loads(path.read_text())
+    for name, value, sentence in [
+        ("header", {"target": "x"}, "is damaged"),
+        ("shards", [{"file": 3}], "is damaged"),
+        ("header", {**whole["header"], "dtype": "int4"}, "dtype int4; this version reads float32"),
+    ]:
+        path.write_text(json.dumps({**whole, name: value}))
+        with pytest.raises(CheckpointError, match=sentence):
+            FeatureStore(tmp_path / "s")

@@ -1,0 +1,235 @@
+"""Reading feature shards: any row of a directory, through memory maps of its files."""
+
+import bisect
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dspark.corpus.shard_file import MappedFile
+from dspark.corpus.storage import STORAGE
+from dspark.corpus.store import FORMATS, MANIFEST, TABLES, Header, Shard, describe, row_key
+from dspark.errors import CheckpointError, DataError
+from dspark.provenance import read_object
+
+__all__ = ["FeatureStore", "OpenShard", "read_manifest"]
+
+log = logging.getLogger(__name__)
+
+_OPEN_FILES = 64
+_FEATURES = ("taps", "last_hidden", "tap_scales", "last_scales")
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a directory of shards, complete or not.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged or of an unknown format.
+    """
+    if not (directory / MANIFEST).exists():
+        raise CheckpointError(f"data.shards '{directory}' holds no {MANIFEST}: run capture")
+    manifest = read_object(directory / MANIFEST, CheckpointError)
+    if manifest.get("format") not in FORMATS:
+        raise CheckpointError(
+            f"data.shards '{directory}' has format {manifest.get('format')!r}; this version "
+            f"reads {' and '.join(FORMATS)}"
+        )
+    try:
+        header = Header(**manifest["header"])
+        [Shard(**shard) for shard in manifest["shards"]]
+        known = header.dtype in STORAGE and isinstance(manifest["complete"], bool)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"'{directory / MANIFEST}' is damaged ({error})") from None
+    if not known:
+        raise CheckpointError(
+            f"data.shards '{directory}' has dtype {header.dtype}; this version reads "
+            f"{', '.join(STORAGE)}"
+        )
+    return manifest
+
+
+@dataclass(frozen=True)
+class OpenShard:
+    """A mapped file and its rows.
+
+    Raises:
+        CheckpointError: its parts do not fit together.
+    """
+
+    file: MappedFile
+    ids: list[str]
+    offsets: list[int]
+
+    @classmethod
+    def open(cls, path: Path, size: int | None = None) -> "OpenShard":
+        file = MappedFile(path, size)
+        try:
+            ids, offsets = json.loads(file.metadata["ids"]), file.tensors["offsets"].tolist()
+            tokens = {len(one) for name, one in file.tensors.items() if name != "offsets"}
+            whole = offsets[0] == 0 and tokens == {offsets[-1]} and len(ids) == len(offsets) - 1
+            if not whole or any(end < begin for begin, end in pairwise(offsets)):
+                raise ValueError("its rows do not add up")
+        except (KeyError, ValueError, TypeError, IndexError) as error:
+            raise CheckpointError(f"feature shard '{path}' cannot be read: {error}") from error
+        return cls(file, ids, offsets)
+
+    def row(self, number: int) -> dict[str, Tensor]:
+        """Views of the file's pages: to be copied before anything is done to them.
+
+        Raises:
+            CheckpointError: the file was cut since it was opened.
+        """
+        self.file.check()
+        part = slice(self.offsets[number], self.offsets[number + 1])
+        held = self.file.tensors
+        names = ("input_ids", "loss_mask", *(name for name in _FEATURES if name in held))
+        return {name: held[name][part] for name in names}
+
+    def row_keys(self) -> list[str]:
+        """`store.row_key` of every row; format 1 has its ids and masks read for it."""
+        if "keys" in self.file.metadata:
+            hashes = json.loads(self.file.metadata["keys"])
+            return [f"{row} {one}" for row, one in zip(self.ids, hashes, strict=True)]
+        found = []
+        for number, row_id in enumerate(self.ids):
+            row = self.row(number)
+            found.append(row_key(row_id, row["input_ids"].long(), row["loss_mask"].bool()))
+        return found
+
+
+class FeatureStore:
+    """Random access to the rows of a directory.
+
+    Args:
+        partial: take what there is of an unfinished directory, without shards that are damaged.
+
+    Raises:
+        CheckpointError: it is missing or of an unknown format; without ``partial`` also:
+            incomplete or damaged.
+    """
+
+    def __init__(self, directory: Path, *, partial: bool = False) -> None:
+        self._directory = directory
+        self.partial = partial
+        manifest = read_manifest(directory)
+        self.header = Header(**manifest["header"])
+        self.check_ids: dict[str, Any] | None = manifest.get("check")
+        """What `head_check.expected` found; None where the directory does not tell."""
+        if partial:
+            self._shards = list(_present(directory))
+        else:
+            if not manifest["complete"]:
+                raise CheckpointError(
+                    f"data.shards '{directory}' is incomplete: run the same capture again to "
+                    "finish it, or set data.on_missing=generate"
+                )
+            self._shards = [Shard(**shard) for shard in manifest["shards"]]
+            self._check_sizes()
+        self._ends = list(accumulate(shard.rows for shard in self._shards))
+        self.num_tokens = sum(shard.tokens for shard in self._shards)
+        # maps and row names of the shards last read from
+        self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_shard)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def check(self, **expected: Any) -> None:
+        """Refuse features of anything else; a value of None is not compared.
+
+        Raises:
+            DataError: a field of the header differs.
+        """
+        for name, value in expected.items():
+            found = getattr(self.header, name)
+            if value is not None and found != value:
+                raise DataError(
+                    f"data.shards '{self._directory}' was captured with {name} {found}, this run "
+                    f"has {value}; capture again"
+                )
+
+    def row(self, index: int) -> tuple[str, dict[str, Tensor]]:
+        """Id and tensors, as they are stored, of row ``index`` of all shards together.
+
+        They are views of the file's pages: to be copied before anything is done to them.
+
+        Raises:
+            IndexError: there is no such row.
+            CheckpointError: its shard cannot be read.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        shard = bisect.bisect_right(self._ends, index)
+        inside = index - (self._ends[shard - 1] if shard else 0)
+        opened = self._open(shard)
+        return opened.ids[inside], opened.row(inside)
+
+    def lengths(self) -> list[int]:
+        """Tokens of every row."""
+        found: list[int] = []
+        for shard in range(len(self._shards)):
+            offsets = self._open(shard).offsets
+            found.extend(end - begin for begin, end in pairwise(offsets))
+        return found
+
+    def row_keys(self) -> list[str]:
+        """`store.row_key` of every row."""
+        return [key for shard in range(len(self._shards)) for key in self._open(shard).row_keys()]
+
+    def tables(self) -> dict[str, Tensor] | None:
+        """The target's `head` and so on; None in a directory that was written without them.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        path = self._directory / TABLES
+        if not path.exists():
+            return None
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"'{path}' cannot be read: {error}") from error
+
+    def used_ids(self) -> set[int]:
+        """Every token id that occurs in any row."""
+        used: set[int] = set()
+        for shard in range(len(self._shards)):
+            file = self._open(shard).file
+            file.check()
+            used.update(torch.unique(file.tensors["input_ids"]).tolist())
+        return used
+
+    def _check_sizes(self) -> None:
+        for shard in self._shards:
+            path = self._directory / shard.file
+            size = path.stat().st_size if path.exists() else None
+            if size != shard.bytes:
+                state = "is missing" if size is None else f"has {size} bytes of {shard.bytes}"
+                raise CheckpointError(f"feature shard '{path}' {state}: run capture again")
+
+    def _open_shard(self, shard: int) -> OpenShard:
+        told = self._shards[shard]
+        opened = OpenShard.open(self._directory / told.file, told.bytes)
+        if len(opened.ids) != told.rows:
+            raise CheckpointError(
+                f"feature shard '{opened.file.path}' cannot be read: it holds {len(opened.ids)} "
+                f"rows, the manifest says {told.rows}"
+            )
+        return opened
+
+
+def _present(directory: Path) -> Iterator[Shard]:
+    for path in sorted(directory.glob("shard-*.safetensors")):
+        try:
+            OpenShard.open(path)
+            yield describe(path)
+        except CheckpointError as error:
+            log.warning("%s; its rows count as missing", error)
