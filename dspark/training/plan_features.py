@@ -54,7 +54,10 @@ def alternatives(
         train: dict[str, Any] = {"features": kind, "target_devices": groups}
         if kind == "offline":
             train["validation_prompts"] = ()  # a decode would need the target beside the draft
-        changed: dict[str, Any] = {"train": config.train.model_copy(update=train)}
+        changed: dict[str, Any] = {
+            "train": config.train.model_copy(update=train),
+            "data": config.data.model_copy(update={"on_missing": "refuse"}),
+        }
         if storage is not None:
             changed["capture"] = config.capture.model_copy(update={"dtype": storage})
         sizes = sizes_of(config.model_copy(update=changed))

@@ -147,7 +147,7 @@ def check_fit(rows: TrainingRows, target: Target) -> None:
             "ids: the rows were made with another tokenizer"
         )
     documents = documents_of(rows)
-    if isinstance(documents, ResponseRows):
+    if not isinstance(documents, ShardRows):
         longest = max(documents.lengths())
         if longest > target.max_position_embeddings:
             raise DataError(

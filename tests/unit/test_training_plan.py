@@ -37,6 +37,16 @@ TINY = [
     "train.num_anchors=30",
 ]
 LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 2 * 16 + 3 * 64 * 96 + 2 * 64
+HEADER = store.Header(
+    target="tiny",
+    target_revision=None,
+    target_fingerprint="0" * 16,
+    layer_ids=[1, 2, 3],
+    hidden_size=64,
+    dtype="bfloat16",
+    template_hash="",
+    max_length=64,
+)
 OWN = 2 * LAYER + 3 * 64 * 64 + 2 * 64 + 2 * 260 * 8 + (64 + 8 + 1)
 
 
@@ -258,6 +268,7 @@ def test_sources_of_features_are_compared_for_the_same_run(
     half, full = ways["offline", "bfloat16"], ways["offline", "float32"]
     assert [way["chosen"] for way in report["features"]].count(True) == 1 == split["chosen"]
     assert half["bytes_per_token"] == 2560 * 6 * 2 + 5 == full["bytes_per_token"] - 2560 * 6 * 2
+    assert ways["offline", "float8_e4m3fn"]["bytes_per_token"] == 2560 * (5 + 2) + 5 * 2 + 5
     assert half["store_bytes"] == 1_240_000_000 * 30_725 > 38e12
     # one pass over the tokens, on three devices of which one computes at a time
     active = report["parameters"]["target_active"]
@@ -295,6 +306,14 @@ def test_assumed_tokens_are_more_rows_of_the_same_kind(place: Path) -> None:
     assert ways[0]["chosen"]
     offline = planned(place, "train.features=offline", f"data.shards={place / 'none'}")["features"]
     assert [way["storage"] for way in offline if way["chosen"]] == ["bfloat16"]
+    # of a run that computes what its shards lack, too, offline is what shards of all rows would do
+    store.start(place / "begun", HEADER)
+    how = ["train.features=offline", "data.on_missing=generate", f"data.shards={place / 'begun'}"]
+    mixed = planned(place, *how, "train.epochs=3", tokens=4000)["features"]
+    own = {"chosen", "store_free"}
+    assert [{k: way[k] for k in way.keys() - own} for way in mixed] == [
+        {k: way[k] for k in way.keys() - own} for way in many["features"]
+    ]
     unknown = planned(place, "data.responses=[later.jsonl]")["features"]
     assert {way["gpu_hours"] for way in unknown} == {None}
     assert all(way["seconds_per_step"] > 0 for way in unknown)
@@ -401,16 +420,6 @@ def test_shards_are_measured_by_their_manifest(place: Path, tmp_path: Path) -> N
     report = planned(place, *offline)
     assert "is not there yet" in report["data"]["note"]
     assert report["disk"]["shards"] is None
-    header = store.Header(
-        target="tiny",
-        target_revision=None,
-        target_fingerprint="0" * 16,
-        layer_ids=[1, 2, 3],
-        hidden_size=64,
-        dtype="bfloat16",
-        template_hash="",
-        max_length=64,
-    )
     rows = [
         store.ShardRow(
             str(length),
@@ -421,11 +430,11 @@ def test_shards_are_measured_by_their_manifest(place: Path, tmp_path: Path) -> N
         )
         for length in (40, 20)
     ]
-    store.start(tmp_path / "shards", header)
+    store.start(tmp_path / "shards", HEADER)
     with pytest.raises(CheckpointError, match="is incomplete"):
         planned(place, *offline)
     shard = store.write_shard(tmp_path / "shards", 0, rows, ["40", "20"], [])
-    store.finish(tmp_path / "shards", header, [shard])
+    store.finish(tmp_path / "shards", HEADER, [shard])
     report = planned(place, *offline)
     assert (report["data"]["documents"], report["data"]["tokens"]) == (2, 60)
     assert report["disk"]["shards"] == 60 * (4 * 64 * 2 + 5)
