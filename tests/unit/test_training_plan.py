@@ -310,6 +310,7 @@ def test_assumed_tokens_are_more_rows_of_the_same_kind(place: Path) -> None:
     store.start(place / "begun", HEADER)
     how = ["train.features=offline", "data.on_missing=generate", f"data.shards={place / 'begun'}"]
     mixed = planned(place, *how, "train.epochs=3", tokens=4000)["features"]
+    assert all(way["hours"] < ways[0]["hours"] for way in ways[2:])
     own = {"chosen", "store_free"}
     assert [{k: way[k] for k in way.keys() - own} for way in mixed] == [
         {k: way[k] for k in way.keys() - own} for way in many["features"]
