@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.corpus.buffers import Buffers
 from dspark.target import Features
 
 __all__ = ["STORAGE", "Encoded", "Storage", "decode_into", "decoded", "encode", "row_bytes"]
 
+_BUFFERS = Buffers()
 _ID_BYTES = 4 + 1  # input_ids, loss_mask
 _SCALE_BYTES = 2
 _LARGEST = 448.0
@@ -93,7 +95,7 @@ def decoded(
     if scales is None:
         return values
     if values.device.type == "cpu":
-        out = torch.empty(values.shape, dtype=torch.bfloat16)
+        out = _BUFFERS.empty(*values.shape, dtype=torch.bfloat16)
         decode_into(out.view(-1, out.shape[-1]), values.flatten(0, -2), scales.flatten(0, -2))
         return out
     # every 8-bit number is one of bfloat16, so that only the product is rounded
