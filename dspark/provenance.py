@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "check_writable",
     "claim",
     "claimed",
     "collect",
@@ -181,6 +183,23 @@ def write_text(path: Path, text: str) -> None:
     """Write ``text`` (UTF-8) to ``path`` so that a reader sees the old file or the new one."""
     with temporary_name(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def check_writable(path: Path, setting: str, kind: type[Exception]) -> None:
+    """Refuse a place to which `write_text` could not write; its directories are made.
+
+    Raises:
+        kind: names ``setting`` and ``path``.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory: name a file")
+        with making():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise kind(f"{setting} {path} cannot be written: {reason}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -154,7 +154,7 @@ def _doctor(
     data: Annotated[list[str], typer.Argument(help="Prompt or response files, globs.")],
     target: Annotated[str, typer.Option(help="Whose tokenizer and template.")] = "smollm2-135m",
     max_length: Annotated[int, typer.Option(help="Tokens of a training row.")] = 4096,
-    show: Annotated[int, typer.Option(help="Rows whose mask is shown in colour.")] = 1,
+    show: Annotated[int, typer.Option(min=0, help="Rows whose mask is shown in colour.")] = 1,
     html: Annotated[Path | None, typer.Option(help="Write the report as one page, too.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -172,20 +172,20 @@ def _doctor(
     from dspark.corpus.doctor import examine
     from dspark.corpus.doctor_html import page
     from dspark.errors import ConfigError
-    from dspark.provenance import write_text
+    from dspark.provenance import check_writable, write_text
     from dspark.target import load_tokenizer
 
     settings = read_config(
         None, None, override("target.path", target), override("data.max_length", max_length)
     )
     assert isinstance(settings.data, DataSettings)
-    if html is not None and html.is_dir():
-        raise ConfigError(f"--html {html} is a directory: name a file to write")
+    if html is not None:
+        check_writable(html, "--html", ConfigError)
     report = examine(data, load_tokenizer(settings.target), settings.data, show=show)
     report.render(Console())
+    finish(report.to_dict(), as_json)
     if html is not None:
         write_text(html, page(report, data))
-    finish(report.to_dict(), as_json)
     report.check()
 
 

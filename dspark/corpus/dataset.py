@@ -21,8 +21,8 @@ from dspark.config import DataSettings
 from dspark.corpus.buffers import Buffers
 from dspark.corpus.chat import template_hash
 from dspark.corpus.feature_store import FeatureStore
-from dspark.corpus.rejects import Reason, Rejects, RowError
-from dspark.corpus.responses import Response, read_responses
+from dspark.corpus.rejects import Rejects
+from dspark.corpus.responses import Response, read_responses, too_few
 from dspark.corpus.row_file import RowFile
 from dspark.errors import DataError
 
@@ -128,13 +128,10 @@ class ResponseRows:
 
     def _add(self, response: Response, data: DataSettings) -> None:
         cut = len(response.input_ids) > data.max_length
-        mask = response.loss_mask[: data.max_length]
-        supervised = sum(mask)
-        if supervised < data.min_supervised_tokens:
-            detail = f"{supervised} of {data.min_supervised_tokens}{', cut' if cut else ''}"
-            error = RowError(Reason.TOO_FEW_SUPERVISED, detail)
+        if error := too_few(response, data):
             self.rejects.add(error, response.key)
             return
+        mask = response.loss_mask[: data.max_length]
         self.num_cut += cut
         self.thinking[response.switch] += 1
         self._rows.append(response.key, response.input_ids[: data.max_length], mask)

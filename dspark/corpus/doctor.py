@@ -10,6 +10,7 @@ its length: files of any size can be examined.
 from array import array
 from collections.abc import Sequence
 from itertools import groupby
+from operator import and_
 from typing import Any
 
 from dspark.config import DataSettings
@@ -22,7 +23,7 @@ from dspark.corpus.languages import language
 from dspark.corpus.messages import Message, conversation, user_turns
 from dspark.corpus.prompts import parse_prompt
 from dspark.corpus.rejects import Reason, RowError
-from dspark.corpus.responses import FORMAT, Response, parse_responses
+from dspark.corpus.responses import FORMAT, Response, parse_responses, too_few
 from dspark.corpus.seen import Seen
 from dspark.progress import Bar
 
@@ -53,13 +54,15 @@ def examine(
     report = reader.report
     with Bar("examining", None) as bar:
         for source in expand(sources):
-            read, good = report.rejects.read, False
+            read, good, answers = report.rejects.read, False, reader.answers
             for raw in read_rows(source, report.rejects):
                 bar.advance()
                 # a row that stands in another file too is a fine row
                 good = reader.take(raw) in (None, Reason.DUPLICATE_ID) or good
             if not good:
                 report.useless[source] = report.rejects.read - read
+            elif reader.answers == answers:
+                report.prompt_files.append(source)
     return report
 
 
@@ -73,6 +76,8 @@ class _Reader:
         self._data = data
         self._show = show
         self._keys, self._contents, self._answers = Seen(), Seen(), Seen()
+        self.answers = 0
+        """Rows that training would read, rejected ones included."""
 
     def take(self, raw: RawRow) -> Reason | None:
         """The reason for which the row as a whole cannot be used, if there is one."""
@@ -80,6 +85,7 @@ class _Reader:
         before = self.report.rejects.rejected
         try:
             if _has_answer(raw):
+                self.answers += 1
                 self._answer(raw)
             else:
                 self._prompt(raw)
@@ -114,19 +120,20 @@ class _Reader:
         # a conversation counts as the sequences it is trained as
         report.rejects.read += len(rows) - 1
         kind = "conversation"
-        if "input_ids" in raw.value:
+        if raw.value.get("input_ids") is not None:
             kind = "sampled" if raw.value.get("format") == FORMAT else "tokenised"
         for row in rows:
-            supervised = sum(row.loss_mask[: self._data.max_length])
-            if supervised < self._data.min_supervised_tokens:
-                detail = f"{supervised} of {self._data.min_supervised_tokens}"
-                report.rejects.add(RowError(Reason.TOO_FEW_SUPERVISED, detail), raw.place)
+            mask = row.loss_mask[: self._data.max_length]
+            supervised = sum(mask)
+            if error := too_few(row, self._data):
+                report.rejects.add(error, raw.place)
                 continue
             report.kinds[kind] += 1
+            report.without_anchor += not any(map(and_, mask, mask[1:]))
             report.supervised += supervised
             report.all_supervised += kind == "tokenised" and all(row.loss_mask)
             self._count_row(row)
-            self._count_answer(row, supervised)
+            self._count_answer(row, supervised, alone=len(rows) == 1)
             self._count_content(row.input_ids)
             if len(report.previews) < self._show:
                 report.previews.append(preview(self._tokenizer, row, report.max_length))
@@ -142,9 +149,9 @@ class _Reader:
         if row.template_hash and row.template_hash != report.template:
             report.other_templates[_named(row.template_hash, report.other_templates)] += 1
 
-    def _count_answer(self, row: Response, supervised: int) -> None:
+    def _count_answer(self, row: Response, supervised: int, *, alone: bool) -> None:
         report = self.report
-        text, reasoning, called = self._said(row)
+        text, reasoning, called = self._said(row, alone)
         report.reasoning += bool(reasoning)
         report.empty_answers += not (text or reasoning or called)
         if len(text) >= _SENTENCE and not called:
@@ -158,9 +165,14 @@ class _Reader:
             tally.supervised += supervised
             tally.stopped += row.finish_reason == "length"
 
-    def _said(self, row: Response) -> tuple[str, str, bool]:
-        """Text and reasoning of the last answer, and whether it calls tools."""
-        last = next((m for m in reversed(row.messages) if _is_answer(m)), None)
+    def _said(self, row: Response, alone: bool) -> tuple[str, str, bool]:
+        """Text and reasoning of the last answer, and whether it calls tools.
+
+        A conversation that is trained as several sequences has its messages in each of them.
+        """
+        last = None
+        if alone:
+            last = next((m for m in reversed(row.messages) if _is_answer(m)), None)
         if last is not None:
             text, given = str(last.get("content") or ""), str(last.get("reasoning_content") or "")
             reasoning, answer = _split(text)
@@ -178,7 +190,7 @@ class _Reader:
 
 
 def _has_answer(raw: RawRow) -> bool:
-    if "input_ids" in raw.value:
+    if raw.value.get("input_ids") is not None:
         return True
     if user_turns(raw.value) is not None:
         return False

@@ -56,6 +56,10 @@ class DoctorReport:
     """Rows whose answers hold no text, reasoning or tool call."""
     all_supervised: int = 0
     """Tokenised rows whose mask takes in the prompt: it is 1 everywhere."""
+    without_anchor: int = 0
+    """Rows in which no two supervised tokens follow each other: no block fits anywhere."""
+    prompt_files: list[str] = field(default_factory=list)
+    """Files of prompts only; training stops at one that stands among responses."""
     repeated_answers: int = 0
     """Rows whose answer (of 40 characters or more) another row had already, word for word."""
     other_templates: Counter[str] = field(default_factory=Counter)
@@ -79,9 +83,14 @@ class DoctorReport:
     @property
     def ok(self) -> bool:
         """There is something to sample from or to train on, in every file."""
-        too_few = self.rejects.counts[Reason.TOO_FEW_SUPERVISED]
+        counts = self.rejects.counts
+        too_few = counts[Reason.TOO_FEW_SUPERVISED] + counts[Reason.PROMPT_TOO_LONG]
         some = self.rejects.accepted > 0 and (self.supervised > 0 or not too_few)
-        return some and not self.useless and not self._all_empty
+        return some and not self.useless and not self._all_empty and not self._no_block
+
+    @property
+    def _no_block(self) -> bool:
+        return bool(self.answered) and self.without_anchor == self.answered
 
     @property
     def _all_empty(self) -> bool:
@@ -102,6 +111,11 @@ class DoctorReport:
             return (
                 f"all {self.answered} answers are empty: nothing but the end of the turn would be "
                 "learned; look at how they were sampled"
+            )
+        if self._no_block:
+            return (
+                f"none of the {self.answered} rows holds two supervised tokens in a row, so no "
+                "block can be trained: look at the loss masks"
             )
         if not self.ok:
             return f"no row can be trained on: {self.rejects.summary()}"
@@ -142,8 +156,17 @@ class DoctorReport:
                 f"{rows} rows were rendered with another chat template ({hashes}) than the "
                 f"tokenizer's ({self.template})"
             )
+        if self.without_anchor:
+            found.append(
+                f"{self.without_anchor} rows teach nothing: no two supervised tokens in a row"
+            )
         if self.answered and self.kinds["prompt"]:
             found.append(f"{self.kinds['prompt']} rows are prompts without an answer")
+        if self.answered and self.prompt_files:
+            found.append(
+                f"training stops at {', '.join(self.prompt_files[:3])}, which holds no answer: "
+                "leave it out of data.responses"
+            )
         return found
 
     def check(self) -> None:
@@ -196,6 +219,7 @@ class DoctorReport:
             },
             "empty_answers": self.empty_answers,
             "all_supervised": self.all_supervised,
+            "rows_without_anchor": self.without_anchor,
             "repeated_answers": self.repeated_answers,
             "duplicate_ids": same_id,
             "duplicate_id_share": share(same_id, rows),

@@ -74,7 +74,7 @@ def _prompts(sources: Sequence[str], rejects: Rejects, with_tools: bool) -> Iter
     seen = Seen()
     for source in expand(sources):
         good = False
-        before = rejects.rejected
+        rejects.begin()
         for row in read_rows(source, rejects):
             try:
                 prompt = parse_prompt(row)
@@ -88,8 +88,7 @@ def _prompts(sources: Sequence[str], rejects: Rejects, with_tools: bool) -> Iter
                 continue
             yield prompt
         if not good:
-            why = rejects.explained() if rejects.rejected > before else "it is empty"
-            raise DataError(f"'{source}' holds no usable prompt: {why}")
+            raise DataError(f"'{source}' holds no usable prompt: {rejects.explained_here()}")
 
 
 def parse_prompt(row: RawRow) -> Prompt:

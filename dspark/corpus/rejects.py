@@ -69,6 +69,8 @@ class Rejects:
     places: dict[Reason, list[str]] = field(default_factory=dict)
     kept_places: int = 5
     """Places remembered per reason."""
+    _here: "Rejects | None" = field(default=None, repr=False, compare=False)
+    _before: int = field(default=0, repr=False, compare=False)
 
     @property
     def rejected(self) -> int:
@@ -78,8 +80,15 @@ class Rejects:
     def accepted(self) -> int:
         return self.read - self.rejected
 
+    def begin(self) -> None:
+        """A source begins: `explained_here` tells of its rows alone."""
+        self._here = Rejects(kept_places=1)
+        self._before = self.read
+
     def add(self, error: RowError, place: str) -> None:
         """Count one rejected row; ``place`` is `file:line`, or the row's id."""
+        if self._here is not None:
+            self._here.add(error, place)
         self.counts[error.reason] += 1
         places = self.places.setdefault(error.reason, [])
         if len(places) < self.kept_places:
@@ -98,6 +107,12 @@ class Rejects:
             return ""
         ((reason, _),) = self.counts.most_common(1)
         return f"{self.summary()}; first: {self.places[reason][0]}"
+
+    def explained_here(self) -> str:
+        """`explained` of the rows since `begin`; `it is empty` without a rejected one."""
+        assert self._here is not None
+        self._here.read = self.read - self._before
+        return self._here.explained() or "it is empty"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a report."""

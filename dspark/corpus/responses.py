@@ -16,16 +16,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from dspark.config import DataSettings
 from dspark.corpus.chat import render_turns, template_hash
 from dspark.corpus.files import RawRow, expand, read_rows
-from dspark.corpus.messages import Message, Tool, conversation, tools_of
+from dspark.corpus.messages import Message, Tool, conversation, tools_of, user_turns
 from dspark.corpus.prompts import content_id, given_id
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.corpus.seen import Seen
 from dspark.errors import DataError
 from dspark.provenance import claim, making
 
-__all__ = ["FORMAT", "Response", "ResponseWriter", "parse_responses", "read_responses"]
+__all__ = ["FORMAT", "Response", "ResponseWriter", "parse_responses", "read_responses", "too_few"]
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ def read_responses(
     seen = Seen()
     for source in expand(sources):
         good = False
-        before = rejects.rejected
+        rejects.begin()
         for raw in read_rows(source, rejects):
             try:
                 rows = parse_responses(raw, tokenizer, thinking=thinking, vocab_size=vocab_size)
@@ -205,8 +206,7 @@ def read_responses(
             rejects.read += len(rows) - 1
             yield from rows
         if not good:
-            why = rejects.explained() if rejects.rejected > before else "it is empty"
-            raise DataError(f"'{source}' holds no usable response: {why}")
+            raise DataError(f"'{source}' holds no usable response: {rejects.explained_here()}")
 
 
 def parse_responses(
@@ -223,8 +223,10 @@ def parse_responses(
         DataError: it has to be rendered and ``tokenizer`` is None.
     """
     row = raw.value
-    if "input_ids" in row:
+    if row.get("input_ids") is not None:
         return [_tokenised(raw, vocab_size)]
+    if user_turns(row) is not None:
+        raise RowError(Reason.NO_ANSWER)
     messages = conversation(row)
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError(Reason.NO_ANSWER)
@@ -255,6 +257,19 @@ def parse_responses(
         )
         for turn, one in enumerate(rendered)
     ]
+
+
+def too_few(row: Response, data: DataSettings) -> RowError | None:
+    """Why a row cut to `max_length` has not enough to teach, if it has not."""
+    kept, wanted = sum(row.loss_mask[: data.max_length]), data.min_supervised_tokens
+    if kept >= wanted:
+        return None
+    if row.num_supervised >= wanted:
+        return RowError(
+            Reason.PROMPT_TOO_LONG,
+            f"{kept} of {row.num_supervised} supervised tokens within max_length {data.max_length}",
+        )
+    return RowError(Reason.TOO_FEW_SUPERVISED, f"{kept} of {wanted}")
 
 
 def _tokenised(raw: RawRow, vocab_size: int | None) -> Response:

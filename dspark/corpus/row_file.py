@@ -38,6 +38,10 @@ class RowFile:
         self._ends = array("Q")  # offset behind each row
         self._buffer = bytearray()
         self._written = 0
+        named = os.environ.get("TMPDIR")
+        if named and not os.path.isdir(named):
+            # Python would take another place without a word
+            raise RunError(f"TMPDIR is '{named}', which is no directory: make it, or unset TMPDIR")
         try:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - goes with the object
         except OSError as error:
@@ -100,11 +104,11 @@ class RowFile:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
+            held = (self._written + len(self._buffer) - len(rest)) / 2**20
             raise RunError(
                 f"the training rows do not fit into {tempfile.gettempdir()} "
-                f"({(error.strerror or str(error)).lower()} after {self._written / 2**20:,.0f} "
-                "MiB): set TMPDIR to a directory with more room, about as much as half the "
-                "responses' files"
+                f"({(error.strerror or str(error)).lower()} after {held:,.0f} MiB): set TMPDIR to "
+                "a directory with more room, about as much as half the responses' files"
             ) from None
         finally:
             rest.release()

@@ -43,12 +43,12 @@ def test_rows_are_cut_at_max_length_and_counted(tmp_path: Path) -> None:
         ("long", 8),
     ]
     assert rows.num_cut == 1
-    assert rows.rejects.counts == {Reason.TOO_FEW_SUPERVISED: 2}
+    assert rows.rejects.counts == {Reason.TOO_FEW_SUPERVISED: 1, Reason.PROMPT_TOO_LONG: 1}
     assert rows.rejects.read == rows.rejects.accepted + 2 == 5
-    assert rows.rejects.places[Reason.TOO_FEW_SUPERVISED] == [
-        "emptied (0 of 2, cut)",
-        "few (1 of 2)",
-    ]
+    assert rows.rejects.places == {
+        Reason.PROMPT_TOO_LONG: ["emptied (0 of 4 supervised tokens within max_length 8)"],
+        Reason.TOO_FEW_SUPERVISED: ["few (1 of 2)"],
+    }
     assert rows[2].loss_mask.tolist() == [False] * 6 + [True] * 2
     assert rows[2].input_ids.dtype == torch.int64
     assert rows.num_tokens == 23

@@ -18,18 +18,12 @@ from dspark.target.ling_chat import TEMPLATE as LING
 from dspark.target.remote import Remote
 from dspark.testing import tiny_tokenizer
 from tests.unit.fake_engine import FakeEngine
+from tests.unit.templates import FORGETFUL
 
 Say = Callable[[list[int]], str]
 
+
 # ChatML whose history shows the last answer's reasoning only, as Qwen3's does
-FORGETFUL = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 @pytest.fixture
 def tokenizer() -> Any:
     return tiny_tokenizer()

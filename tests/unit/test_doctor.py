@@ -20,6 +20,9 @@ from dspark.corpus.languages import language
 from dspark.corpus.responses import FORMAT
 from dspark.errors import DataError, TargetError
 from dspark.testing import tiny_tokenizer
+from tests.unit.templates import FORGETFUL
+
+DATA = DataSettings()
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,8 @@ def test_figures_of_a_mixed_file(tokenizer: Any, tmp_path: Path) -> None:
     assert told["rows"]["read"] == 12
     assert told["rows"]["accepted"] == 6
     assert told["rows"]["reasons"] == {
-        "too_few_supervised": 2,
+        "too_few_supervised": 1,
+        "prompt_too_long": 1,
         "duplicate_id": 1,
         "id_out_of_vocabulary": 1,
         "invalid_json": 1,
@@ -402,6 +406,9 @@ def test_the_command_writes_the_page_and_fails_on_hopeless_data(
     assert [path.name for path in html.parent.iterdir()] == ["report.html"]
     assert run(good, "--html", str(tmp_path)) == 2
     assert "is a directory: name a file" in capsys.readouterr().err
+    # told before anything is read
+    assert run(str(tmp_path / "none.jsonl"), "--html", "/proc/report.html") == 2
+    assert "--html /proc/report.html cannot be written" in capsys.readouterr().err
 
 
 def test_the_vocabulary_is_counted_once(
@@ -412,3 +419,61 @@ def test_the_vocabulary_is_counted_once(
     path = write(tmp_path / "r.jsonl", *(tokens(f"r{i}", 8, 4) for i in range(5)))
     assert examine([path], tokenizer, DataSettings()).answered == 5
     assert len(asked) == 1
+
+
+def test_rows_in_which_no_block_fits_are_told(tokenizer: Any, tmp_path: Path) -> None:
+    """As the trainer does: a block is an anchor and the token behind it, both supervised."""
+    apart = {**tokens("a", 10, 0), "loss_mask": [0, 1] * 5}
+    only = write(tmp_path / "apart.jsonl", apart)
+    report = examine([only], tokenizer, DATA)
+    assert not report.ok
+    assert "none of the 1 rows holds two supervised tokens in a row" in report.verdict
+    mixed = examine([write(tmp_path / "m.jsonl", apart, tokens("b", 9, 3))], tokenizer, DATA)
+    assert mixed.ok
+    assert mixed.to_dict()["rows_without_anchor"] == 1
+    assert any("1 rows teach nothing" in one for one in mixed.warnings)
+
+
+def test_every_sequence_of_a_conversation_is_looked_at_by_itself(tmp_path: Path) -> None:
+    """A template that forgets reasoning gives a sequence a turn, each with all the messages."""
+    forgetful = tiny_tokenizer()
+    forgetful.chat_template = FORGETFUL
+    turns = [
+        (
+            "Why is the sky blue?",
+            "the air is thin and it is of light",
+            "it is the light in the air",
+        ),
+        ("Und auf Deutsch?", "das ist nicht ein Satz", "das Licht ist in der Luft und nicht rot"),
+        ("En fran\u00e7ais ?", "", "la lumi\u00e8re est dans le ciel et les nuages pour vous"),
+    ]
+    messages = []
+    for asked, reasoning, answer in turns:
+        messages.append({"role": "user", "content": asked})
+        said = f"<think>{reasoning}</think>{answer}" if reasoning else answer
+        messages.append({"role": "assistant", "content": said})
+    path = write(tmp_path / "r.jsonl", {"messages": messages})
+    report = examine([path], forgetful, DATA).to_dict()
+    assert report["rows"]["accepted"] == 3
+    assert {name: one["rows"] for name, one in report["languages"].items()} == {
+        "en": 1, "de": 1, "fr": 1,
+    }  # fmt: skip
+    assert report["reasoning_rows"] == 2
+    assert report["repeated_answers"] == 0
+
+
+def test_a_file_of_prompts_among_responses_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    answers = write(tmp_path / "answers.jsonl", talk("q", "yes"), "[1]", "[1]")
+    prompts = write(tmp_path / "prompts.jsonl", {"turns": ["only a question"]})
+    report = examine([answers, prompts], tokenizer, DATA)
+    assert report.ok
+    assert any(f"training stops at {prompts}" in one for one in report.warnings)
+    # and what the trainer says is about that file alone
+    with pytest.raises(DataError, match=r"1 of 1 rows rejected: no_answer 1; first: .*prompts"):
+        ResponseRows(DataSettings(responses=(answers, prompts)), tokenizer)
+
+
+def test_ids_that_are_null_are_not_there(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", {**talk("q", "yes"), "input_ids": None})
+    assert examine([path], tokenizer, DATA).kinds == {"conversation": 1}
+    assert len(ResponseRows(DataSettings(responses=(path,)), tokenizer)) == 1

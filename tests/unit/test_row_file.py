@@ -127,3 +127,10 @@ def test_twenty_times_the_rows_take_hardly_more_memory(tmp_path: Path) -> None:
     assert (rows, tokens) == (6000, 2_400_000)
     # in memory these rows would be 12 MB of ids and masks
     assert second - first < 6 * 1024
+
+
+def test_a_tmpdir_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python itself would take another place."""
+    monkeypatch.setenv("TMPDIR", "/nowhere/at all")
+    with pytest.raises(RunError, match="TMPDIR is '/nowhere/at all', which is no directory"):
+        RowFile()
