@@ -221,6 +221,7 @@ class CaptureSettings(_Settings):
     float8_e4m3fn_all: that in 8 bits too."""
     shard_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     batch_size: PositiveInt = 8
+    """Rows of a forward pass on a GPU; a CPU computes one at a time (`target.documents`)."""
 
 
 class LossSettings(_Settings):

@@ -20,7 +20,7 @@ from dspark import provenance
 from dspark.config import CaptureSettings, DataSettings
 from dspark.corpus import head_check, store
 from dspark.corpus.chat import template_hash
-from dspark.corpus.dataset import ResponseRows, Row, collate
+from dspark.corpus.dataset import ResponseRows, Row
 from dspark.corpus.feature_store import FeatureStore
 from dspark.corpus.ids import id_limit
 from dspark.corpus.storage import encode
@@ -30,6 +30,7 @@ from dspark.errors import ConfigError, RunError
 from dspark.progress import Bar
 from dspark.provenance import free_bytes
 from dspark.target import Features, Target
+from dspark.target.documents import document_features
 from dspark.target.front import tables
 
 __all__ = ["CaptureReport", "capture"]
@@ -185,36 +186,32 @@ class _Capturing:
         done: dict[int, ShardRow] = {}
         bad: dict[int, BadRow] = {}
         layers, dtype = self._header.layer_ids, self._settings.dtype
-        # rows of like length together: less padding to compute
-        by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].input_ids))
-        for first in range(0, len(rows), self._settings.batch_size):
-            chosen = by_length[first : first + self._settings.batch_size]
-            batch = collate([rows[i] for i in chosen])
-            found = self._forward(batch.input_ids)
-            stored = encode(found, dtype)
-            lengths = torch.tensor([len(rows[i].input_ids) for i in chosen])
+        computed = document_features(
+            self._target, layers, [row.input_ids for row in rows], most=self._settings.batch_size
+        )
+        for index, found in self._timed(computed):
+            row, stored = rows[index], encode(found, dtype)
+            whole = torch.tensor([len(row.input_ids)], device=found.taps.device)
             # as they are stored: what overflows there is unusable too
             seen = found if stored.tap_scales is not None else Features(**stored.tensors())
-            usable = seen.usable(lengths.to(seen.taps.device)).tolist()
-            held = {name: one.cpu() for name, one in stored.tensors().items()}
-            for place, index in enumerate(chosen):
-                row, length = rows[index], int(lengths[place])
-                if usable[place]:
-                    # copies: a view would keep the whole padded batch alive
-                    own = {name: one[place, :length].clone() for name, one in held.items()}
-                    done[index] = ShardRow(row.id, row.input_ids, row.loss_mask, **own)
-                else:
-                    one = Features(seen.taps[place, :length], seen.last_hidden[place, :length])
-                    bad[index] = diagnose(row.id, one, layers)
+            if bool(Features(seen.taps[None], seen.last_hidden[None]).usable(whole)):
+                # copies: a view would keep all rows alive that were computed with it
+                own = {name: one.cpu().clone() for name, one in stored.tensors().items()}
+                done[index] = ShardRow(row.id, row.input_ids, row.loss_mask, **own)
+            else:
+                bad[index] = diagnose(row.id, seen, layers)
         return [done[index] for index in sorted(done)], [bad[index] for index in sorted(bad)]
 
-    def _forward(self, input_ids: Tensor) -> Features:
-        begun = time.perf_counter()
-        found = self._target.features(input_ids, self._header.layer_ids)
-        if found.taps.is_cuda:
-            torch.cuda.synchronize(found.taps.device)
-        self._report.forward_s += time.perf_counter() - begun
-        return found
+    def _timed(self, computed: Iterator[tuple[int, Features]]) -> Iterator[tuple[int, Features]]:
+        while True:
+            begun = time.perf_counter()
+            one = next(computed, None)
+            if one is not None and one[1].taps.is_cuda:
+                torch.cuda.synchronize(one[1].taps.device)
+            self._report.forward_s += time.perf_counter() - begun
+            if one is None:
+                return
+            yield one
 
 
 def _key(row: Row) -> str:

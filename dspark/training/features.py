@@ -9,15 +9,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from dspark.corpus.storage import decoded
 from dspark.target import Features, Target
+from dspark.target.documents import document_features
 
 __all__ = ["batch_features", "gather_rows", "silence"]
-
-_FILL = 0.8
-"""Least length of a document beside the longest one it is computed with."""
 
 
 def batch_features(
@@ -37,42 +34,28 @@ def batch_features(
     With ``partial`` the documents of ``spans`` alone are computed, and the others' features are 0.
 
     Padding on the right needs no mask: nothing before it can see it, and no anchor stands in it.
-    Documents that share a row are computed apart: no target needs to know where one ends.
+    Documents that share a row are computed apart: no target needs to know where one ends. On a CPU
+    each is computed alone, as capture does, so that all features are the same bits.
     """
     if taps is not None and last_hidden is not None:
         return Features(decoded(taps, tap_scales), decoded(last_hidden, last_scales))
-    if not partial and all(first == 0 for _, first, _ in spans):
+    whole = all(first == 0 for _, first, _ in spans) and input_ids.device.type != "cpu"
+    if not spans or (whole and not partial):
         return target.features(input_ids, layer_ids)
     found: Features | None = None
-    for group in _alike([tokens for _, _, tokens in spans]):
-        chosen = [spans[number] for number in group]
-        ids = pad_sequence(
-            [input_ids[row, first : first + tokens] for row, first, tokens in chosen],
-            batch_first=True,
-        )
-        part = target.features(ids, layer_ids)
+    documents = [input_ids[row, first : first + tokens] for row, first, tokens in spans]
+    for number, part in document_features(target, layer_ids, documents):
         if found is None:
             shape = input_ids.shape
             found = Features(
                 part.taps.new_zeros(*shape, part.taps.shape[-1]),
                 part.last_hidden.new_zeros(*shape, part.last_hidden.shape[-1]),
             )
-        for place, (row, first, tokens) in enumerate(chosen):
-            found.taps[row, first : first + tokens] = part.taps[place, :tokens]
-            found.last_hidden[row, first : first + tokens] = part.last_hidden[place, :tokens]
+        row, first, tokens = spans[number]
+        found.taps[row, first : first + tokens] = part.taps
+        found.last_hidden[row, first : first + tokens] = part.last_hidden
     assert found is not None
     return found
-
-
-def _alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Numbers of documents that are computed together: little of a group is padding."""
-    groups: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if groups and lengths[number] >= _FILL * lengths[groups[-1][0]]:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return groups
 
 
 def gather_rows(

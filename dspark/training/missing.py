@@ -1,7 +1,8 @@
 """Features of the rows that neither shards nor the window hold: computed here, and kept.
 
 They are rounded as the shards store them, wherever they come from: which rows happen to be there
-changes how fast a run is, and no number of it beyond the order of sums in the target.
+changes how fast a run is, and on a CPU no bit of it; on a GPU no number beyond the order of sums in
+the target.
 """
 
 from collections import Counter

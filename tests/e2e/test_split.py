@@ -50,15 +50,16 @@ def _no_trace_in_shared_memory() -> Any:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target, rows of one length (so that capture has the trainer's shapes), shards."""
+    """A tiny target, rows of several lengths, and shards captured three rows at a time."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("split")
     save_tiny_target(directory / "target")
     rng = random.Random(0)
     with (directory / "rows.jsonl").open("w") as file:
         for number in range(10):
-            ids = [rng.randrange(97, 107) for _ in range(64)]
-            row = {"id": f"r{number}", "input_ids": ids, "loss_mask": [0] * 4 + [1] * 60}
+            ids = [rng.randrange(97, 107) for _ in range(64 - 3 * number)]
+            mask = [0] * 4 + [1] * (len(ids) - 4)
+            row = {"id": f"r{number}", "input_ids": ids, "loss_mask": mask}
             file.write(json.dumps(row) + "\n")
     with (directory / "prompts.jsonl").open("w") as file:
         for text in ("abc", "dcba", "bb"):
@@ -66,7 +67,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file.write(json.dumps(prompt) + "\n")
     target = load(str(directory / "target"), dtype="float32", device="cpu")
     data = config_io.load(None, settings(directory, directory)).data
-    kept = CaptureSettings(out=str(directory / "shards"), dtype="float32", batch_size=1)
+    kept = CaptureSettings(out=str(directory / "shards"), dtype="float32", batch_size=3)
     capture(target, tiny_tokenizer(), data, kept, LAYERS)
     # and as a capture leaves them that was killed: here with nothing but the manifest
     (directory / "none").mkdir()

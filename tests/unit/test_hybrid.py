@@ -177,10 +177,7 @@ def test_batches_of_present_and_missing_rows(
     batch = ["train.batch_size=2", "train.grad_accumulation=1", "train.steps=4", *packed]
     for name, how in {"online": ["train.features=online"], "half": generate(half)}.items():
         program.run(config(place, tmp_path / name, *how, *batch))
-    # computed in batches of another shape: the same sums in another order
-    for mine, theirs in zip(figures(tmp_path / "half"), figures(tmp_path / "online"), strict=True):
-        for key in ("train/loss", "train/tau", "train/grad_norm"):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-4)
+    assert figures(tmp_path / "half") == figures(tmp_path / "online")
     found = counts(tmp_path / "half")
     assert found["shards"] > 0
     assert found["generated"] > found["shards"]

@@ -141,7 +141,7 @@ def test_tokenised_rows_of_others_are_taken_as_they_are(tmp_path: Path) -> None:
         ({"input_ids": [1, 300], "loss_mask": [1, 1]}, Reason.ID_OUT_OF_VOCABULARY),
         ({"format": "dspark.responses/9", "input_ids": [1]}, Reason.UNKNOWN_FORMAT),
         ({"input_ids": [1], "loss_mask": [1], "sampling": "hot"}, Reason.UNKNOWN_FORMAT),
-        ({"turns": ["q"]}, Reason.NO_MESSAGES),
+        ({"turns": ["q"]}, Reason.NO_ANSWER),
         ({"text": "q"}, Reason.NO_ANSWER),
         ({"messages": [{"role": "user", "content": "q"}]}, Reason.NO_ANSWER),
         ({"input_ids": [1], "loss_mask": [1], "id": "good"}, Reason.DUPLICATE_ID),
