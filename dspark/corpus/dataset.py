@@ -24,6 +24,7 @@ from dspark.corpus.feature_store import FeatureStore
 from dspark.corpus.rejects import Rejects
 from dspark.corpus.responses import Response, read_responses, too_few
 from dspark.corpus.row_file import RowFile
+from dspark.corpus.store import Header
 from dspark.errors import DataError
 
 __all__ = ["Batch", "ResponseRows", "Row", "ShardRows", "collate", "order", "rows_at", "stored_row"]
@@ -184,6 +185,11 @@ class ShardRows:
 
     def __len__(self) -> int:
         return len(self._store)
+
+    @property
+    def header(self) -> Header:
+        """What the features depend on."""
+        return self._store.header
 
     def __getitem__(self, index: int) -> Row:
         return stored_row(*self._store.row(index))

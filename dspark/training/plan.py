@@ -80,6 +80,10 @@ def plan_run(
     data = unread(config, note) if rows is None else measure_rows(rows, settings.num_anchors)
     if tokens is not None:
         data = enlarged(data, tokens)
+    if data.storage is not None:
+        # what is there is not what a capture would write now
+        stored = config.capture.model_copy(update={"dtype": data.storage})
+        config = config.model_copy(update={"capture": stored})
     parts = parameters(draft)
 
     def sizes_of(other: Config) -> Sizes:
@@ -114,6 +118,7 @@ def plan_run(
         holding,
         wanted or processes,
         sizes_of,
+        there=data.storage is not None,
         spreads=isinstance(target.config, LingConfig),
     )
     if wanted not in (None, processes):

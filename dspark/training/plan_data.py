@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from dspark.config import Config
-from dspark.corpus.dataset import ResponseRows
+from dspark.corpus.dataset import ResponseRows, ShardRows
 from dspark.corpus.files import expand
 from dspark.corpus.packing import PackedRows
 from dspark.draft.visibility import TILE
 from dspark.errors import DataError
-from dspark.training.rows import TrainingRows, documents_of, open_rows
+from dspark.training.rows import TrainingRows, documents_of, hybrid_of, open_rows
 
 __all__ = ["DataSize", "enlarged", "measure_rows", "open_if_there", "unread"]
 
@@ -41,6 +41,10 @@ class DataSize:
     """Tokens between the start of an anchor's document and the anchor."""
     assumed: bool = False
     """Documents, rows and tokens were not counted: see `enlarged`."""
+    storage: str | None = None
+    """As `capture.dtype`, of the shards that are there; None: there are none."""
+    missing: float = 1.0
+    """Of `data.on_missing: generate`, the share of documents that the shards do not hold."""
 
 
 def open_if_there(config: Config, tokenizer: Any) -> TrainingRows | str:
@@ -65,8 +69,15 @@ def measure_rows(rows: TrainingRows, num_anchors: int) -> DataSize:
     totals = [sum(lengths[i] for i in group) for group in groups]
     anchors = [min(num_anchors, sum(places[i] for i in group)) for group in groups]
     tokens = sum(lengths)
+    hybrid = hybrid_of(rows)
     return DataSize(
         known=True,
+        storage=hybrid.header.dtype
+        if hybrid
+        else documents.header.dtype
+        if isinstance(documents, ShardRows)
+        else None,
+        missing=1 - hybrid.num_present / len(hybrid) if hybrid else 1.0,
         note="",
         documents=len(lengths),
         rows=len(groups),

@@ -42,7 +42,8 @@ class Sizes:
         self._config, self._draft, self._data = config, draft, data
         self._trainable, self._bf16, self._mfu = trainable, bf16, mfu
         generate = config.train.features == "offline" and config.data.on_missing == "generate"
-        # the most there can be: as if the target had every row to compute
+        self.computed = data.missing if generate else 1.0
+        """Share of the rows that the target computes in a pass, where it does."""
         self._online = config.train.features == "online" or generate
         self._split = config.train.features == "split"
         self.target_parameters, self.active = target_counts(target)
@@ -149,7 +150,7 @@ class Sizes:
 
     def _target_flops(self, processes: int) -> float:
         tokens: float = self.batch(processes)["global_batch"] * self._data.row_tokens
-        return 2.0 * self.active * tokens
+        return 2.0 * self.active * tokens * self.computed
 
     def disk(self) -> dict[str, Any]:
         settings = self._config.train

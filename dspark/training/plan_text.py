@@ -111,10 +111,14 @@ def _features(ways: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if way["bytes_per_token"] is not None:
             stored = f"{way['bytes_per_token']:,} bytes a token"
             if way["store_bytes"] is not None:
-                stored += f", {way['store_bytes'] / 1e12:,.2f} TB on disk"
-                if way["store_bytes"] > way["store_free"]:
-                    stored += f" ({way['store_free'] / 1e12:,.2f} TB free)"
+                stored += f", {_figure(way['store_bytes'] / 1e12)} TB on disk"
+                if way["store_free"] is None:
+                    stored += ", captured already" * (way["computed"] is None)
+                elif way["store_bytes"] > way["store_free"]:
+                    stored += f" ({_figure(way['store_free'] / 1e12)} TB free)"
             parts += [stored, f"read at {way['read_bytes_per_second'] / 1e9:,.2f} GB/s"]
+        if way["computed"] is not None:
+            parts.append(f"{way['computed']:.1%} of the rows computed in every pass")
         if not way["fits"]:
             parts.append("DOES NOT FIT")
         yield f"{head}{'*' if way['chosen'] else ' '} {name}: {'; '.join(parts)}"
@@ -170,7 +174,7 @@ def _cost(cost: Mapping[str, Any]) -> str:
     if cost["target_seconds_per_step"] is not None:
         hours = f" (the target's workers {cost['target_seconds_per_step']:,.3g}; both at a time)"
     if cost["gpu_hours"] is not None:
-        hours += f", {cost['gpu_hours']:,.1f} GPU-hours ({cost['hours']:,.1f} h)"
+        hours += f", {_figure(cost['gpu_hours'])} GPU-hours ({_figure(cost['hours'])} h)"
     return (
         f"{_figure(cost['tflop_per_step_total'])} TFLOP a step ({parts}); ASSUMED MFU "
         f"{cost['assumed_mfu']:g} of {cost['assumed_peak_tflops']:,.0f} TFLOP/s (bf16): "

@@ -43,7 +43,7 @@ HEADER = store.Header(
     target_fingerprint="0" * 16,
     layer_ids=[1, 2, 3],
     hidden_size=64,
-    dtype="bfloat16",
+    dtype="float32",
     template_hash="",
     max_length=64,
 )
@@ -284,7 +284,7 @@ def test_sources_of_features_are_compared_for_the_same_run(
     assert rate == pytest.approx(report["batch"]["tokens_per_step"] * 30_725)
     text = "\n".join(plan_text.lines(report))
     assert "* split" in text
-    assert "38.10 TB on disk" in text
+    assert "38.1 TB on disk" in text
     assert "ASSUMED 1,240,000,000 tokens" in text
     assert text.count("DOES NOT FIT") == 1
     # 249 GB fit on no single device, whoever it computes for
@@ -304,6 +304,9 @@ def test_assumed_tokens_are_more_rows_of_the_same_kind(place: Path) -> None:
     assert all(way["fits"] for way in ways)
     assert {way["target_devices"] for way in ways} == {None, 1}
     assert ways[0]["chosen"]
+    # a copy of the target for every trainer
+    split = planned(place, "train.num_processes=3", "train.steps=5")["features"][1]
+    assert split["gpus"] == 6
     offline = planned(place, "train.features=offline", f"data.shards={place / 'none'}")["features"]
     assert [way["storage"] for way in offline if way["chosen"]] == ["bfloat16"]
     # of a run that computes what its shards lack, too, offline is what shards of all rows would do
@@ -312,9 +315,11 @@ def test_assumed_tokens_are_more_rows_of_the_same_kind(place: Path) -> None:
     mixed = planned(place, *how, "train.epochs=3", tokens=4000)["features"]
     assert all(way["hours"] < ways[0]["hours"] for way in ways[2:])
     own = {"chosen", "store_free"}
-    assert [{k: way[k] for k in way.keys() - own} for way in mixed] == [
+    assert [{k: way[k] for k in way.keys() - own} for way in mixed[:-1]] == [
         {k: way[k] for k in way.keys() - own} for way in many["features"]
     ]
+    assert [way["chosen"] for way in mixed] == [False] * (len(mixed) - 1) + [True]
+    assert (mixed[-1]["computed"], mixed[-1]["hours"]) == (1.0, ways[0]["hours"])
     unknown = planned(place, "data.responses=[later.jsonl]")["features"]
     assert {way["gpu_hours"] for way in unknown} == {None}
     assert all(way["seconds_per_step"] > 0 for way in unknown)
@@ -426,8 +431,8 @@ def test_shards_are_measured_by_their_manifest(place: Path, tmp_path: Path) -> N
             str(length),
             torch.full((length,), 97),
             torch.ones(length, dtype=torch.bool),
-            torch.ones(length, 3 * 64, dtype=torch.bfloat16),
-            torch.ones(length, 64, dtype=torch.bfloat16),
+            torch.ones(length, 3 * 64),
+            torch.ones(length, 64),
         )
         for length in (40, 20)
     ]
@@ -438,7 +443,11 @@ def test_shards_are_measured_by_their_manifest(place: Path, tmp_path: Path) -> N
     store.finish(tmp_path / "shards", HEADER, [shard])
     report = planned(place, *offline)
     assert (report["data"]["documents"], report["data"]["tokens"]) == (2, 60)
-    assert report["disk"]["shards"] == 60 * (4 * 64 * 2 + 5)
+    # as they are, not as a capture would be: and that is done
+    assert report["disk"]["shards"] == 60 * (4 * 64 * 4 + 5)
+    (chosen,) = (way for way in report["features"] if way["chosen"])
+    assert (chosen["storage"], chosen["capture_gpu_hours"]) == ("float32", None)
+    assert "captured already" in "\n".join(plan_text.lines(report))
     assert "target" not in report["cost"]["tflop_per_step"]
     assert "target_pass" not in report["memory"]
 
