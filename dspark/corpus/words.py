@@ -2,8 +2,8 @@
 
 A token is a word; in a script that puts no spaces between words (Chinese, Japanese, Thai, Lao,
 Khmer, Burmese) it is one character, since a whole sentence would be one "word" there. Case,
-punctuation and compatibility forms (NFKC: full-width letters, ligatures) make no difference. Hashes
-are the same in every process.
+punctuation, underscores around a word, characters without width and compatibility forms (NFKC:
+full-width letters, ligatures) make no difference. Hashes are the same in every process.
 """
 
 import re
@@ -14,20 +14,37 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CHARACTER", "Hashes", "hashes", "length", "runs", "spaceless", "tokens"]
+__all__ = [
+    "CHARACTER",
+    "SPACELESS",
+    "WORD",
+    "Hashes",
+    "hashes",
+    "length",
+    "runs",
+    "spaceless",
+    "tokens",
+    "visible",
+]
 
 Hashes = npt.NDArray[np.uint64]
 
 CHARACTER = 0.65
 """What a character of a spaceless script counts for, in words: 20 characters are 13 words."""
 
-_SPACELESS = (
+SPACELESS = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
     "\u3005-\u3007\u3041-\u30fa\u30fc-\u30ff\u31f0-\u31ff"  # Japanese
     "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
 )
-_TOKEN = re.compile(f"[{_SPACELESS}]|[^\\W{_SPACELESS}]+")
-_ONE = re.compile(f"[{_SPACELESS}]")
+"""Those scripts, as the inside of a class of `re`."""
+WORD = f"[^\\W_{SPACELESS}](?:[^\\W{SPACELESS}]*[^\\W_{SPACELESS}])?"
+"""A word of any other script, for `re`; underscores at its ends are none of it."""
+_TOKEN = re.compile(f"[{SPACELESS}]|{WORD}")
+_ONE = re.compile(f"[{SPACELESS}]")
+_UNSEEN = re.compile(
+    "[\u00ad\u034f\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufe00-\ufe0f\ufeff]"
+)
 _ASCII = {code: " " for code in range(128) if not (chr(code).isalnum() or chr(code) == "_")}
 _FACTORS = np.random.Generator(np.random.PCG64(20)).integers(
     1, 2**64 - 1, size=64, dtype=np.uint64
@@ -36,9 +53,17 @@ _FACTORS = np.random.Generator(np.random.PCG64(20)).integers(
 
 def tokens(text: str) -> list[str]:
     """Words in lower case, and single characters of spaceless scripts."""
-    if text.isascii():
-        return text.lower().translate(_ASCII).split()
-    return _TOKEN.findall(unicodedata.normalize("NFKC", text).lower())
+    if not text.isascii():
+        return _TOKEN.findall(unicodedata.normalize("NFKC", visible(text)).lower())
+    words = text.lower().translate(_ASCII).split()
+    if "_" not in text:
+        return words
+    return [word for word in (one.strip("_") for one in words) if word]
+
+
+def visible(text: str) -> str:
+    """``text`` without what takes no room: soft hyphens, joiners, marks of direction or variant."""
+    return _UNSEEN.sub("", text)
 
 
 def spaceless(words: Sequence[str]) -> npt.NDArray[np.bool_]:
