@@ -9,8 +9,10 @@ import glob
 import gzip
 import importlib.util
 import json
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -214,6 +216,18 @@ def _parquet(source: str) -> Iterator[tuple[int, Any]]:
         raise DataError(f"cannot read '{source}': {error}") from error
 
 
+@contextmanager
+def _no_retries_told() -> Iterator[None]:
+    """The hub client logs each attempt, twice; what comes of them is said in one sentence."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _hub(source: str) -> Iterator[tuple[int, Any]]:
     hub = HubSource.parse(source)
     assert hub is not None, source
@@ -224,7 +238,8 @@ def _hub(source: str) -> Iterator[tuple[int, Any]]:
     import datasets
 
     try:
-        rows = datasets.load_dataset(hub.name, streaming=True, **hub.options())
+        with _no_retries_told():
+            rows = datasets.load_dataset(hub.name, streaming=True, **hub.options())
         for number, row in enumerate(rows, 1):
             yield number, hub.shaped(row)
     except Exception as error:  # the hub client raises a dozen unrelated types

@@ -2,7 +2,8 @@
 
 A row is kept unless it is unusable, repeats an id or a text, shares text with an excluded set, or
 is near to a prompt kept before; the first reason in this order counts. The first of several alike
-wins, so the same input in the same order gives the same files.
+wins, so the same input in the same order gives the same files. What of a row is compared is
+`identity`: all that is written of it with excluded texts, all that the target sees with prompts.
 
 Which prompts are held out is a hash of the seed and the prompt's id. A share therefore moves no
 prompt when rows are added or taken away; a count holds out the N smallest hashes, so added rows

@@ -15,7 +15,7 @@ __all__ = ["signed_tokens"]
 
 _LETTER = r"[^\W\d_]"
 _BULLET = re.compile(rf"^[ \t]*[-*+>][ \t]+(?={_LETTER}{{2}})", re.MULTILINE)
-_OPERATOR = r"[-+*/^=<>]"
+_OPERATOR = r"[-+/^=<>]"
 _TOKEN = re.compile(
     "|".join(
         (
@@ -25,6 +25,8 @@ _TOKEN = re.compile(
             r"(?<=\d)!|!(?==)",
             r"\.(?=\d)",
             rf"[()](?=\s?{_OPERATOR})|(?<={_OPERATOR})[()]|(?<={_OPERATOR}\s)[()]",
+            # an asterisk may be the end of an emphasis
+            r"\)(?=\*+[\w(]|\s\*+\s)|(?<=[\w)]\*)\(|(?<=\s\*\s)\(",
             f"[{SPACELESS}]",
             WORD,
         )
