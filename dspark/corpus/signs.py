@@ -9,28 +9,30 @@ lays out a text: a hyphen inside a word, the bullet of a list, asterisks around 
 import re
 import unicodedata
 
-from dspark.corpus.words import SPACELESS, WORD, visible
+from dspark.corpus.words import MARK, tokens, visible
 
 __all__ = ["signed_tokens"]
 
 _LETTER = r"[^\W\d_]"
 _BULLET = re.compile(rf"^[ \t]*[-*+>][ \t]+(?={_LETTER}{{2}})", re.MULTILINE)
 _OPERATOR = r"[-+/^=<>]"
-_TOKEN = re.compile(
-    "|".join(
+# every branch begins with the sign itself, so that the search passes quickly over all else; what
+# must stand before it is looked up behind it
+_SIGN = re.compile(
+    "("
+    + "|".join(
         (
             r"[+=<>^%/&|~\u00ac\u00b1\u00d7\u00f7\u2190-\u22ff\u27c0-\u27ef\u2900-\u2aff]",
-            rf"(?<!{_LETTER})-|-(?!{_LETTER})",
-            r"(?<=[\w)\]])\*+(?=[\w(\[-])|(?<=\s)\*+(?=\s)|(?<=\d)\*+(?=\s*\d)",
-            r"(?<=\d)!|!(?==)",
+            rf"-(?<!{_LETTER}-)|-(?!{_LETTER})",
+            r"\*(?<=[\w)\]]\*)\**(?=[\w(\[-])|\*(?<=\s\*)\**(?=\s)|\*(?<=\d\*)\**(?=\s*\d)",
+            r"!(?<=\d!)|!(?==)",
             r"\.(?=\d)",
-            rf"[()](?=\s?{_OPERATOR})|(?<={_OPERATOR})[()]|(?<={_OPERATOR}\s)[()]",
+            rf"[()](?=\s?{_OPERATOR})|[()](?<={_OPERATOR}[()])|[()](?<={_OPERATOR}\s[()])",
             # an asterisk may be the end of an emphasis
-            r"\)(?=\*+[\w(]|\s\*+\s)|(?<=[\w)]\*)\(|(?<=\s\*\s)\(",
-            f"[{SPACELESS}]",
-            WORD,
+            r"\)(?=\*+[\w(]|\s\*+\s)|\((?<=[\w)]\*\()|\((?<=\s\*\s\()",
         )
     )
+    + ")"
 )
 _DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
 
@@ -63,4 +65,9 @@ def signed_tokens(text: str) -> list[str]:
     """`words.tokens`, and signs."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", visible(text).translate(_APART))
-    return _TOKEN.findall(_BULLET.sub("", text.lower()))
+    parts = _SIGN.split(_BULLET.sub("", text.replace(MARK, " ")))
+    if len(parts) == 1:
+        return tokens(parts[0])
+    signs = iter(parts[1::2])
+    words = tokens(f" {MARK} ".join(parts[::2]), marks=True)
+    return [next(signs) if word == MARK else word for word in words]

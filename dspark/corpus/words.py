@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 __all__ = [
     "CHARACTER",
-    "SPACELESS",
-    "WORD",
+    "MARK",
     "Hashes",
     "hashes",
     "length",
@@ -29,33 +28,39 @@ __all__ = [
 
 Hashes = npt.NDArray[np.uint64]
 
+MARK = "\x01"
+"""Stands in a text for a token that a caller knows already."""
 CHARACTER = 0.65
 """What a character of a spaceless script counts for, in words: 20 characters are 13 words."""
 
-SPACELESS = (
+_SPACELESS = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
     "\u3005-\u3007\u3041-\u30fa\u30fc-\u30ff\u31f0-\u31ff"  # Japanese
     "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
 )
-"""Those scripts, as the inside of a class of `re`."""
-WORD = f"[^\\W_{SPACELESS}](?:[^\\W{SPACELESS}]*[^\\W_{SPACELESS}])?"
-"""A word of any other script, for `re`; underscores at its ends are none of it."""
-_TOKEN = re.compile(f"[{SPACELESS}]|{WORD}")
-_ONE = re.compile(f"[{SPACELESS}]")
+_WORD = f"[^\\W_{_SPACELESS}](?:[^\\W{_SPACELESS}]*[^\\W_{_SPACELESS}])?"
+_TOKEN = re.compile(f"[{_SPACELESS}]|{_WORD}")
+_TOKEN_OR_MARK = re.compile(f"{MARK}|[{_SPACELESS}]|{_WORD}")
+_ONE = re.compile(f"[{_SPACELESS}]")
 _UNSEEN = re.compile(
     "[\u00ad\u034f\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufe00-\ufe0f\ufeff]"
 )
 _ASCII = {code: " " for code in range(128) if not (chr(code).isalnum() or chr(code) == "_")}
+_ASCII_BUT_MARK = {code: space for code, space in _ASCII.items() if chr(code) != MARK}
 _FACTORS = np.random.Generator(np.random.PCG64(20)).integers(
     1, 2**64 - 1, size=64, dtype=np.uint64
 ) | np.uint64(1)
 
 
-def tokens(text: str) -> list[str]:
-    """Words in lower case, and single characters of spaceless scripts."""
+def tokens(text: str, *, marks: bool = False) -> list[str]:
+    """Words in lower case, and single characters of spaceless scripts.
+
+    With ``marks`` every `MARK` is a token as well; it must stand between spaces.
+    """
     if not text.isascii():
-        return _TOKEN.findall(unicodedata.normalize("NFKC", visible(text)).lower())
-    words = text.lower().translate(_ASCII).split()
+        token = _TOKEN_OR_MARK if marks else _TOKEN
+        return token.findall(unicodedata.normalize("NFKC", visible(text)).lower())
+    words = text.lower().translate(_ASCII_BUT_MARK if marks else _ASCII).split()
     if "_" not in text:
         return words
     return [word for word in (one.strip("_") for one in words) if word]
