@@ -39,7 +39,8 @@ def _prepare(
     ] = None,
     heldout: Annotated[str, typer.Option(help="Held-out prompts: 500, or a share: 0.02.")] = "0.02",
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Stop when N prompts are kept, held-out ones too.")
+        str | None,
+        typer.Option(metavar="N", help="Stop when N prompts are kept, held-out ones too."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Decides which prompts are held out.")] = 0,
     near: Annotated[
@@ -56,14 +57,14 @@ def _prepare(
     Example: dspark prepare open-perfectblend 'my/*.jsonl' --out outputs/prompts --heldout 500
     --exclude speculator-benchmarks 'eval/*.jsonl'
     """
-    from dspark.corpus.prepare import PrepareSettings
+    from dspark.corpus.prepare import PrepareSettings, limit_of
     from dspark.corpus.prepared import prepare
 
     settings = PrepareSettings(
         sources=tuple(sources),
         exclude=tuple(exclude or ()),
         heldout=heldout,
-        limit=limit,
+        limit=None if limit is None else limit_of(limit),
         seed=seed,
         near=near,
     )

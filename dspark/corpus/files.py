@@ -9,12 +9,15 @@ import glob
 import gzip
 import importlib.util
 import json
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from dspark.corpus.nested import MOST, too_deep
 from dspark.corpus.presets import HubSource, hub_sources, unknown
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.errors import DataError, MissingPackageError
@@ -23,6 +26,9 @@ __all__ = ["RawRow", "expand", "read_rows"]
 
 _LINES = (".jsonl", ".jsonl.gz", ".ndjson")
 _SUFFIXES = (*_LINES, ".json", ".json.gz", ".parquet")
+_PREPARED = "prepare.json"
+_DEEP = f"nested too deeply (more than {MOST} levels)"
+_ROWS = "a .json must hold an array of rows, or one row a line"
 
 
 @dataclass(frozen=True)
@@ -35,12 +41,13 @@ class RawRow:
     value: dict[str, Any]
 
 
-def expand(sources: Sequence[str]) -> list[str]:
+def expand(sources: Sequence[str], *, heldout: bool = False) -> list[str]:
     """Files (as paths) and hub ids (as `hub://owner/name:split`) behind ``sources``, in order.
 
     A file or folder comes before a set of the same name (`presets`). Folders are searched
     recursively; what a glob or folder finds is sorted by name. A sampler's list of failed rows
-    (`.errors.jsonl`) is passed over unless it is named.
+    (`.errors.jsonl`) and the report of `dspark prepare` are passed over unless they are named; so
+    is what that command held out, where a folder is searched and ``heldout`` does not ask for it.
 
     Raises:
         DataError: no source is given, one does not exist, or one holds no readable file.
@@ -49,13 +56,19 @@ def expand(sources: Sequence[str]) -> list[str]:
         raise DataError("no data source was given; name a file, a glob, a folder or a hub id")
     found: list[str] = []
     for source in sources:
-        path = Path(source).expanduser()
-        if source and path.is_dir():
+        try:
+            path = Path(source).expanduser()
+            there = path.exists()
+        except (OSError, RuntimeError, ValueError):  # a name too long, or of no user
+            path, there = Path(source), False
+        if source and there and path.is_dir():
             inside = sorted(p for p in path.rglob("*") if _is_data(p))
+            if not heldout:
+                inside = [p for p in inside if p.name != "heldout.jsonl" or not _is_prepared(p)]
             if not inside:
                 raise DataError(f"folder '{source}' holds no {', '.join(_SUFFIXES)} file")
             found += map(str, inside)
-        elif source and path.exists():
+        elif source and there:
             if not _readable(path):
                 raise DataError(
                     f"cannot tell the format of '{source}': it should end in {', '.join(_SUFFIXES)}"
@@ -69,8 +82,9 @@ def expand(sources: Sequence[str]) -> list[str]:
         elif not source.endswith(_SUFFIXES) and (sets := hub_sources(source)):
             found += map(str, sets)
         else:
+            shown = source if len(source) < 200 else source[:200] + "…"
             raise DataError(
-                f"data source '{source}' is neither an existing file or folder nor a hub id "
+                f"data source '{shown}' is neither an existing file or folder nor a hub id "
                 f"like owner/name or owner/name:split{unknown(source)}"
             )
     return list(dict.fromkeys(found))
@@ -94,6 +108,8 @@ def read_rows(source: str, rejects: Rejects) -> Iterator[RawRow]:
         place = f"{source.removeprefix('hub://')}:{number}"
         try:
             row = value if not isinstance(value, bytes) else _parse(value)
+            if not (isinstance(value, bytes) and _flat(value)) and too_deep(row):
+                raise RowError(Reason.INVALID_JSON, _DEEP)
             if not isinstance(row, dict):
                 raise RowError(Reason.NOT_AN_OBJECT, f"a {type(row).__name__}")
         except RowError as error:
@@ -103,7 +119,18 @@ def read_rows(source: str, rejects: Rejects) -> Iterator[RawRow]:
 
 
 def _is_data(path: Path) -> bool:
-    return _readable(path) and not path.name.endswith(".errors.jsonl")
+    if not _readable(path) or path.name.endswith(".errors.jsonl"):
+        return False
+    return path.name != _PREPARED or not _is_prepared(path)
+
+
+def _is_prepared(path: Path) -> bool:
+    """Whether the file stands in a folder that `dspark prepare` made."""
+    try:
+        with path.with_name(_PREPARED).open("rb") as file:
+            return b'"dspark.prepare/' in file.read(200)
+    except OSError:
+        return False
 
 
 def _readable(path: Path) -> bool:
@@ -116,16 +143,28 @@ def _parse(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise RowError(Reason.INVALID_UTF8, f"byte {error.start}") from None
     except RecursionError:
-        raise RowError(Reason.INVALID_JSON, "nested too deeply") from None
+        raise RowError(Reason.INVALID_JSON, _DEEP) from None
     except ValueError as error:
         raise RowError(Reason.INVALID_JSON, str(error)) from None
+
+
+def _flat(line: bytes) -> bool:
+    return line.count(b"[") + line.count(b"{") <= MOST
 
 
 def _text(source: str) -> Iterator[tuple[int, Any]]:
     try:
         with gzip.open(source) if source.endswith(".gz") else open(source, "rb") as file:
-            if source.endswith(_LINES) or not _is_array(head := file.read(4096)):
+            head = file.read(4096)
+            # JSON holds no zero bytes, and wider encodings hold one in every ASCII character
+            if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:4]:
+                raise DataError(
+                    f"'{source}' is written in UTF-16 or UTF-32; the encoding must be UTF-8"
+                )
+            if source.endswith(_LINES) or not _is_array(head):
                 file.seek(0)
+                if not source.endswith(_LINES):
+                    _refuse_one_object(source, file)
                 for number, line in enumerate(file, 1):
                     text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                     if text.strip():
@@ -137,6 +176,22 @@ def _text(source: str) -> Iterator[tuple[int, Any]]:
     except RowError as error:
         raise DataError(f"'{source}' is not valid JSON: {error.detail}") from None
     yield from enumerate(rows, 1)
+
+
+def _refuse_one_object(source: str, file: "IO[bytes] | gzip.GzipFile") -> None:
+    """Leaves ``file`` at its start; it is read whole only if its first line is no row."""
+    line = next((line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    try:
+        json.loads(line.removeprefix(b"\xef\xbb\xbf") or b"0")
+    except (ValueError, RecursionError):
+        file.seek(0)
+        try:
+            json.loads(file.read().removeprefix(b"\xef\xbb\xbf"))
+        except (ValueError, RecursionError):
+            pass  # lines, of which the first is damaged
+        else:
+            raise DataError(f"'{source}' is one object over several lines; {_ROWS}") from None
+    file.seek(0)
 
 
 def _is_array(head: bytes) -> bool:
@@ -161,6 +216,18 @@ def _parquet(source: str) -> Iterator[tuple[int, Any]]:
         raise DataError(f"cannot read '{source}': {error}") from error
 
 
+@contextmanager
+def _no_retries_told() -> Iterator[None]:
+    """The hub client logs each attempt, twice; what comes of them is said in one sentence."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _hub(source: str) -> Iterator[tuple[int, Any]]:
     hub = HubSource.parse(source)
     assert hub is not None, source
@@ -171,7 +238,8 @@ def _hub(source: str) -> Iterator[tuple[int, Any]]:
     import datasets
 
     try:
-        rows = datasets.load_dataset(hub.name, streaming=True, **hub.options())
+        with _no_retries_told():
+            rows = datasets.load_dataset(hub.name, streaming=True, **hub.options())
         for number, row in enumerate(rows, 1):
             yield number, hub.shaped(row)
     except Exception as error:  # the hub client raises a dozen unrelated types

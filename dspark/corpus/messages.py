@@ -18,6 +18,7 @@ Rules, in the order in which they are applied to a row:
 import json
 from typing import Any
 
+from dspark.corpus.nested import MOST, too_deep
 from dspark.corpus.rejects import Reason, RowError
 
 __all__ = ["Message", "Tool", "conversation", "tools_of", "user_turns"]
@@ -55,10 +56,7 @@ def conversation(row: dict[str, Any]) -> list[Message]:
             raise _missing(row)
         raw = [{"role": "user", "content": text}]
     if isinstance(raw, str):
-        try:
-            raw = json.loads(raw)
-        except (ValueError, RecursionError):
-            raise RowError(Reason.BAD_MESSAGES, "a string that is not JSON") from None
+        raw = _parsed(raw, Reason.BAD_MESSAGES, "a string that is not JSON")
     if not isinstance(raw, list):
         raise RowError(Reason.BAD_MESSAGES, f"a {type(raw).__name__}, not a list")
     messages = [message for item in raw if (message := _message(item)) is not None]
@@ -75,10 +73,7 @@ def tools_of(row: dict[str, Any]) -> list[Tool] | None:
     """
     tools: Any = row.get("tools")
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "null")
-        except (ValueError, RecursionError):
-            raise RowError(Reason.BAD_TOOLS, "a string that is not JSON") from None
+        tools = _parsed(tools or "null", Reason.BAD_TOOLS, "a string that is not JSON")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -106,7 +101,22 @@ def user_turns(row: dict[str, Any]) -> list[str] | None:
 def _missing(row: dict[str, Any]) -> RowError:
     if row.get("input_ids"):
         return RowError(Reason.TOKENS_ONLY)
-    return RowError(Reason.NO_MESSAGES, "none of messages, conversations, turns and text")
+    said = "none of messages, conversations, turns and text"
+    for key, value in row.items():
+        if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+            said += f"; if '{key}' holds the rows, write them as an array, or one a line"
+            break
+    return RowError(Reason.NO_MESSAGES, said)
+
+
+def _parsed(text: str, reason: Reason, otherwise: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RowError(reason, otherwise) from None
+    if too_deep(value):
+        raise RowError(reason, f"nested too deeply (more than {MOST} levels)")
+    return value
 
 
 def _message(item: Any) -> Message | None:
@@ -167,10 +177,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
             raise RowError(Reason.BAD_TOOL_CALL, "no function name")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                raise RowError(Reason.BAD_TOOL_CALL, "arguments are not JSON") from None
+            arguments = _parsed(arguments, Reason.BAD_TOOL_CALL, "arguments are not JSON")
         if not isinstance(arguments, dict):
             raise RowError(Reason.BAD_TOOL_CALL, "arguments are not an object")
         done.append(

@@ -1,10 +1,11 @@
 """Near duplicates: MinHash signatures, found again through bands of them.
 
 The similarity of two texts is the Jaccard index of their sets of five-token runs (a shorter text is
-one run). Of 128 hash functions each keeps its smallest value over a text's runs; two texts agree in
-a value with the probability of their similarity. A text is compared with those kept before that
-agree with it in all values of one of the bands, and is a duplicate when the share of equal
-values says that the similarity is at least the threshold. The first of several near texts is kept.
+one run). Which tokens these are, and what of a prompt takes part, is `signs` and `identity`. Of 128
+hash functions each keeps its smallest value over a text's runs; two texts agree in a value with the
+probability of their similarity. A text is compared with those kept before that agree with it in all
+values of one of the bands, and is a duplicate when the share of equal values says that the
+similarity is at least the threshold. The first of several near texts is kept.
 Broder, "On the resemblance and containment of documents", 1997; b-bit values: Li and König, 2010.
 
 Memory per kept text: 128 bytes of signature and 8 to 12 a band; at 0.8 with its 16 bands 0.3

@@ -5,7 +5,8 @@ equal, or when one of its sentences or lines is a sentence or line of an exclude
 or more, or five with a number among them: stock questions such as "How many are left?" are no
 leak). Words are compared in lower case without punctuation. Thirteen words: GPT-3, arXiv:2005.14165
 appendix C. Where scripts without spaces make up most of a run, it is 20 characters long, which is
-about as much text; a sentence counts by the same rate (`words.CHARACTER`).
+about as much text; a sentence counts by the same rate (`words.CHARACTER`). A text without words
+is equal to none. Of a string that is JSON, what is inside counts as well.
 
 Only hashes are kept: 12 bytes for each word and sentence excluded, some 40 while they are sorted.
 """
@@ -26,6 +27,8 @@ __all__ = ["Overlap", "read_texts", "strings"]
 
 _RUN = 13
 _CHARACTER_RUN = round(_RUN / CHARACTER)
+_LEVELS = 8
+"""Of JSON inside a string inside JSON."""
 _END = re.compile(r"[.?!:]\s+|[\u3002\uff1f\uff01\uff1a\uff1b]|\n+")
 
 
@@ -43,16 +46,22 @@ def _runs(words: list[str], numbers: Hashes) -> Hashes:
     return np.concatenate(found) if found else np.empty(0, dtype=np.uint64)
 
 
-def _units(text: str, words: list[str]) -> Hashes:
-    """Hashes of the text and of those sentences and lines that are long enough to be known by."""
-    found = [_hash(words)]
+def _units(text: str, words: list[str], *, short: bool = True) -> Hashes:
+    """Hashes of the text and of those sentences and lines that are long enough to be known by; of
+    the text itself whether it is so or not, if ``short``.
+    """
+    found = [_hash(words)] if words and (short or _telling(words)) else []
     parts = _END.split(text)
     for part in parts if len(parts) > 1 else ():
         unit = tokens(part)
-        size = length(unit)
-        if size >= 8 or (size >= 5 and any(word.isdigit() for word in unit)):
+        if _telling(unit):
             found.append(_hash(unit))
     return np.array(found, dtype=np.uint64)
+
+
+def _telling(words: list[str]) -> bool:
+    size = length(words)
+    return size >= 8 or (size >= 5 and any(word.isdigit() for word in words))
 
 
 def _hash(words: list[str]) -> int:
@@ -118,21 +127,18 @@ class Overlap:
             self._runs.add(_runs(words, hashes(words)), number)
             self._units.add(_units(text, words), number)
 
-    def find(
-        self, text: str, words: list[str] | None = None, numbers: Hashes | None = None
-    ) -> tuple[str, str] | None:
+    def find(self, text: str, *, short: bool = True) -> tuple[str, str] | None:
         """(kind, name of the set), with `13-gram` or `same text` as the kind; None if clean.
 
-        ``words`` and ``numbers`` are the text's `tokens` and their `hashes`, where they are known.
+        Unless ``short``, a text that is too short for a sentence to be known by is equal to none.
         """
         if not self._runs and not self._units:
             return None
-        words = tokens(text) if words is None else words
-        numbers = hashes(words) if numbers is None else numbers
-        number = self._runs.first(_runs(words, numbers))
+        words = tokens(text)
+        number = self._runs.first(_runs(words, hashes(words)))
         if number is not None:
             return "13-gram", self._names[number]
-        number = self._units.first(_units(text, words))
+        number = self._units.first(_units(text, words, short=short))
         return None if number is None else ("same text", self._names[number])
 
     def kind_of(self, text: str) -> str | None:
@@ -164,10 +170,34 @@ def _parsed(line: str, place: str) -> object:
         raise DataError(f"{place} is not JSON: {error.msg}") from error
 
 
-def strings(value: object) -> Iterator[str]:
-    """Every string inside a JSON value, keys aside."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from strings(part)
+def strings(value: object, *, keys: bool = False) -> Iterator[str]:
+    """Every string inside a JSON value, in order; keys too, if ``keys``.
+
+    A string that is itself a JSON object or array is followed by the strings inside.
+    """
+    # not by recursion: a row may be nested deeper than Python's stack
+    waiting: list[tuple[object, int]] = [(value, 0)]
+    while waiting:
+        one, level = waiting.pop()
+        if isinstance(one, str):
+            yield one
+            inside = _decoded(one) if level < _LEVELS else None
+            if inside is not None:
+                waiting.append((inside, level + 1))
+        elif isinstance(one, dict):
+            for key, part in reversed(one.items()):
+                waiting.append((part, level))
+                if keys:
+                    waiting.append((key, _LEVELS))
+        elif isinstance(one, list):
+            waiting += ((part, level) for part in reversed(one) if not isinstance(part, int))
+
+
+def _decoded(text: str) -> object:
+    """The object or array that ``text`` is the JSON of, else None."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -2,7 +2,8 @@
 
 A row is kept unless it is unusable, repeats an id or a text, shares text with an excluded set, or
 is near to a prompt kept before; the first reason in this order counts. The first of several alike
-wins, so the same input in the same order gives the same files.
+wins, so the same input in the same order gives the same files. What of a row is compared is
+`identity`: all that is written of it with excluded texts, all that the target sees with prompts.
 
 Which prompts are held out is a hash of the seed and the prompt's id. A share therefore moves no
 prompt when rows are added or taken away; a count holds out the N smallest hashes, so added rows
@@ -13,10 +14,8 @@ Memory: about 80 bytes a row for the texts seen and as much for ids that rows br
 two million rows), and what `near` keeps.
 """
 
-import hashlib
-import json
 import math
-import unicodedata
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -26,12 +25,13 @@ from typing import Any
 import numpy as np
 
 from dspark.corpus.files import read_rows
-from dspark.corpus.near import NearDuplicates, shingles
+from dspark.corpus.identity import every_text, near_runs, normalised, number
+from dspark.corpus.near import NearDuplicates
 from dspark.corpus.overlap import Overlap, strings
 from dspark.corpus.presets import HubSource
 from dspark.corpus.prompts import Prompt, given_id, parse_prompt
 from dspark.corpus.rejects import Reason, Rejects, RowError
-from dspark.corpus.words import hashes, tokens
+from dspark.corpus.words import tokens
 from dspark.errors import ConfigError, DataError
 from dspark.progress import track
 
@@ -41,12 +41,16 @@ __all__ = [
     "Selection",
     "exclude",
     "heldout_of",
+    "limit_of",
     "near_of",
     "row_of",
     "split",
 ]
 
 _SCORES = 2**64
+_LABELS = ("id", "category", "source")
+"""Of a row: texts, but not what it says."""
+_NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -78,17 +82,26 @@ def heldout_of(text: str) -> Heldout:
     Raises:
         ConfigError: it is neither.
     """
-    try:
-        if text.strip().isdecimal():
-            return Heldout(count=int(text))
-        share = float(text)
-    except ValueError:
-        share = math.nan
+    share = _decimal(text)
+    if math.isfinite(share) and text.strip().isdecimal():
+        return Heldout(count=int(text))
     if not 0 <= share < 1:
         raise ConfigError(
             f"--heldout must be a count such as 500 or a share below 1 such as 0.02, got '{text}'"
         )
     return Heldout(share=share)
+
+
+def limit_of(text: str) -> int:
+    """A count of one or more.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    count = _decimal(text)
+    if not count >= 1 or not text.strip().isdecimal():
+        raise ConfigError(f"--limit must be a whole number from 1 on such as 500, got '{text}'")
+    return int(text)
 
 
 def near_of(text: str) -> float | None:
@@ -99,13 +112,15 @@ def near_of(text: str) -> float | None:
     """
     if text.strip().lower() == "off":
         return None
-    try:
-        threshold = float(text)
-    except ValueError:
-        threshold = math.nan
+    threshold = _decimal(text)
     if not 0.5 <= threshold <= 1:
         raise ConfigError(f"--near must be a similarity from 0.5 to 1, or off, got '{text}'")
     return threshold
+
+
+def _decimal(text: str) -> float:
+    """The number that ``text`` writes in plain digits without a sign, else NaN."""
+    return float(text) if _NUMBER.fullmatch(text.strip()) else math.nan
 
 
 @dataclass
@@ -149,7 +164,7 @@ class Selection:
                         self.rejects.add(error, row.place)
                         continue
                     self.kept[source] += 1
-                    self.scores.append(_number(f"{self.seed}:{prompt.id}", 8))
+                    self.scores.append(number(f"{self.seed}:{prompt.id}", 8))
                     yield prompt
                     if limit is not None and len(self.scores) >= limit:
                         break
@@ -160,26 +175,17 @@ class Selection:
                 raise DataError(f"'{source}' holds no usable prompt: {why}")
 
     def _check(self, prompt: Prompt, own_id: str | None) -> None:
-        if own_id is not None and not _new(_number(own_id), self._ids):
+        if own_id is not None and not _new(number(own_id), self._ids):
             raise RowError(Reason.DUPLICATE_ID, own_id[:40])
-        if not _new(_number(_normalised(prompt)), self._texts):
+        if not _new(number(normalised(prompt)), self._texts):
             raise RowError(Reason.EXACT_DUPLICATE)
-        asked, written = [], ""
-        for text, by_user in _every_text(prompt):
-            words = tokens(text)
-            numbers = hashes(words)
-            if by_user:
-                asked.append(numbers)
-                written += "".join(text.split())
-            if found := self.overlap.find(text, words, numbers):
+        for text, said in every_text(prompt):
+            if found := self.overlap.find(text, short=said):
                 kind, name = found
                 self.overlaps[name] = self.overlaps.get(name, 0) + 1
                 raise RowError(Reason.OVERLAP, f"{kind} of {name}")
-        if self.near is not None:
-            numbers = np.concatenate(asked)
-            # where there is no word, all of the text is one
-            if not self.near.add(shingles(numbers if len(numbers) else hashes([written]))):
-                raise RowError(Reason.NEAR_DUPLICATE)
+        if self.near is not None and not self.near.add(near_runs(prompt)):
+            raise RowError(Reason.NEAR_DUPLICATE)
 
 
 def exclude(sources: Iterable[str]) -> tuple[Overlap, dict[str, int]]:
@@ -192,15 +198,34 @@ def exclude(sources: Iterable[str]) -> tuple[Overlap, dict[str, int]]:
     rows: dict[str, int] = {}
     for source in sources:
         rejects = Rejects()
-        overlap.add(
-            source,
-            (text for row in read_rows(source, rejects) for text in strings(row.value)),
-        )
+        texts = _Texts(source, rejects)
+        overlap.add(source, texts)
         rows[source] = rejects.read
-        if rejects.rejected or not rejects.read:
-            why = rejects.explained() or "it is empty"
+        if rejects.rejected or not texts.words:
+            why = rejects.explained() or (
+                "its rows hold no text" if rejects.read else "it is empty"
+            )
             raise DataError(f"'{source}' cannot be excluded whole: {why}")
     return overlap, rows
+
+
+@dataclass
+class _Texts:
+    """The texts of an excluded source, and whether there was a word among them."""
+
+    source: str
+    rejects: Rejects
+    words: bool = False
+
+    def __iter__(self) -> Iterator[str]:
+        for row in read_rows(self.source, self.rejects):
+            texts = list(strings({k: v for k, v in row.value.items() if k not in _LABELS}))
+            if any(map(tokens, texts)):
+                self.words = True
+            elif row.value.get("input_ids"):
+                self.rejects.add(RowError(Reason.TOKENS_ONLY, "no text to compare"), row.place)
+            yield from texts
+            yield from strings([row.value.get(key) for key in _LABELS])
 
 
 def split(scores: "array[int]", heldout: Heldout) -> Iterator[bool]:
@@ -235,39 +260,6 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
         row["category"] = prompt.category
     hub = HubSource.parse(prompt.source) if prompt.source.startswith("hub://") else None
     return {**row, "source": replace(hub, revision=None).written() if hub else prompt.source}
-
-
-def _normalised(prompt: Prompt) -> str:
-    """The whole prompt with white space folded and accents in one form.
-
-    NFC and not NFKC, which would make 2² and 22 the same exercise; what differs in such forms
-    only is left to the search for near duplicates.
-    """
-    value = _folded([prompt.messages, list(prompt.followups), prompt.tools])
-    return json.dumps(value, ensure_ascii=False, sort_keys=True)
-
-
-def _folded(value: Any) -> Any:
-    if isinstance(value, str):
-        return " ".join(unicodedata.normalize("NFC", value).split())
-    if isinstance(value, list):
-        return [_folded(part) for part in value]
-    if isinstance(value, dict):
-        return {key: _folded(part) for key, part in value.items()}
-    return value
-
-
-def _every_text(prompt: Prompt) -> Iterator[tuple[str, bool]]:
-    """The texts of a prompt, and whether the user wrote them."""
-    for message in prompt.messages:
-        yield str(message["content"]), message["role"] == "user"
-    for text in prompt.followups:
-        yield text, True
-
-
-def _number(text: str, size: int = 16) -> int:
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size)
-    return int.from_bytes(digest.digest(), "big")
 
 
 def _new(number: int, seen: set[int]) -> bool:

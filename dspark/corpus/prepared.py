@@ -2,7 +2,7 @@
 
 It is built in a hidden neighbour and renamed when it is whole, so a directory of that name is
 finished or not there. `prepare.json` tells what went in (sizes and hashes of files, commits of hub
-sets), what came out and where each row that was read has gone.
+sets), what came out and where each row that was read has gone; `prepared_before` reads it again.
 """
 
 import hashlib
@@ -27,17 +27,18 @@ from dspark.corpus.prepare import (
     row_of,
     split,
 )
+from dspark.corpus.prepared_before import FILES, REPORT, measured, there
 from dspark.corpus.presets import HubSource, licence_of, pinned, refuse_evaluation
 from dspark.errors import ConfigError, DataError
-from dspark.provenance import claimed, collect, making, read_object, write_json
+from dspark.provenance import claimed, collect, making, write_json
 
 __all__ = ["FORMAT", "prepare"]
 
 log = logging.getLogger(__name__)
 
 FORMAT = "dspark.prepare/1"
-REPORT = "prepare.json"
-_FILES = ("train.jsonl", "heldout.jsonl")
+_LONGEST = 100
+"""Bytes of the directory's name in that of its hidden neighbour."""
 
 
 def prepare(settings: PrepareSettings, out: Path) -> tuple[dict[str, Any], bool]:
@@ -52,18 +53,20 @@ def prepare(settings: PrepareSettings, out: Path) -> tuple[dict[str, Any], bool]
     """
     heldout = heldout_of(settings.heldout)
     threshold = near_of(settings.near)
+    out = _place(out)
     with _workshop(out) as work:
         sources, excluded = expand(settings.sources), _excluded(settings)
         refuse_evaluation(sources, "sources")
         _keep_apart(out, sources, excluded)
+        states = {source: _state(source) for source in (*sources, *excluded)}
         wanted: dict[str, Any] = {
             "format": FORMAT,
             "settings": json.loads(json.dumps(asdict(settings))),
             "sources": [_described(source) for source in sources],
             "excluded": [_described(source) for source in excluded],
         }
-        if (there := _there(out, wanted)) is not None:
-            return there, False
+        if (before := there(out, wanted)) is not None:
+            return before, False
 
         read_from = _pin(sources, wanted["sources"])
         kept_out = _pin(excluded, wanted["excluded"])
@@ -75,6 +78,9 @@ def prepare(settings: PrepareSettings, out: Path) -> tuple[dict[str, Any], bool]
         with every.open("w", encoding="utf-8", newline="\n") as file:
             for prompt in selection.take(read_from, settings.limit):
                 file.write(json.dumps(row_of(prompt), ensure_ascii=False) + "\n")
+        for source, state in states.items():
+            if _state(source) != state:
+                raise DataError(f"'{source}' changed while it was read; give the command once more")
         counts = _deal(every, work, list(split(selection.scores, heldout)))
         if not counts["train"]:
             why = selection.rejects.explained() or "all are held out"
@@ -91,7 +97,7 @@ def prepare(settings: PrepareSettings, out: Path) -> tuple[dict[str, Any], bool]
             "counts": {"read": rejects["read"], **counts, "rejected": rejects["rejected"]},
             "reasons": rejects["reasons"],
             "places": rejects["places"],
-            "files": {name: _measured(work / name) for name in _FILES},
+            "files": {name: measured(work / name) for name in FILES},
             "made_by": collect(),
         }
         write_json(work / REPORT, report)
@@ -101,11 +107,34 @@ def prepare(settings: PrepareSettings, out: Path) -> tuple[dict[str, Any], bool]
     return report, True
 
 
+def _place(out: Path) -> Path:
+    """Where ``out`` is, links followed.
+
+    Raises:
+        ConfigError: no directory can be made there.
+    """
+    try:
+        place = out.resolve()
+        place.lstat()
+    except FileNotFoundError:
+        pass
+    except (OSError, RuntimeError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        shown = f"{str(out)[:100]}…" if len(str(out)) > 200 else out
+        raise ConfigError(f"--out {shown} cannot be made: {reason}; give another one") from None
+    if not place.name:
+        raise ConfigError(f"--out {out} is the root of all files; give a new or empty directory")
+    return place
+
+
 @contextmanager
 def _workshop(out: Path) -> Iterator[Path]:
     """A place beside ``out`` for this process alone; what is left there in the end goes away."""
-    place = out.absolute()
-    aside = place.with_name(f".{place.name}.preparing")
+    name = out.name
+    if len(os.fsencode(name)) > _LONGEST:
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+        name = f"{os.fsencode(name)[:_LONGEST].decode(errors='ignore')}.{digest}"
+    aside = out.with_name(f".{name}.preparing")
     try:
         with claimed(aside):
             work = aside / "whole"
@@ -121,68 +150,37 @@ def _workshop(out: Path) -> Iterator[Path]:
 
 
 def _excluded(settings: PrepareSettings) -> list[str]:
-    return expand(settings.exclude) if settings.exclude else []
+    return expand(settings.exclude, heldout=True) if settings.exclude else []
 
 
 def _keep_apart(out: Path, sources: Sequence[str], excluded: Sequence[str]) -> None:
-    inside = [s for s in (*sources, *excluded) if out.resolve() in Path(s).resolve().parents]
+    inside = [s for s in (*sources, *excluded) if out in Path(s).resolve().parents]
     if inside:
         raise ConfigError(f"--out {out} holds '{inside[0]}', which is to be read; give another one")
-    if both := [source for source in sources if source in excluded]:
+    apart = {_real(source) for source in excluded}
+    if both := [source for source in sources if _real(source) in apart]:
         raise ConfigError(f"'{both[0]}' is a source and in --exclude; take it out of one of them")
 
 
-def _there(out: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The report in ``out`` if it is what is ``wanted``; None if ``out`` is free.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
-    if not out.exists():
-        return None
-    if not out.is_dir():
-        raise ConfigError(f"--out {out} is a file; give a directory")
-    if not (out / REPORT).exists():
-        if any(out.iterdir()):
-            raise ConfigError(f"--out {out} holds other files; give a new or empty directory")
-        return None
-    report = read_object(out / REPORT, ConfigError)
-    other = _difference(report, wanted)
-    if other:
-        raise ConfigError(f"--out {out} holds a preparation of other {other}; give another one")
-    for name in _FILES:
-        path = out / name
-        said = report.get("files", {}).get(name, {})
-        if not path.is_file() or path.stat().st_size != said.get("bytes"):
-            raise ConfigError(
-                f"{path} is not the file that {out / REPORT} describes; give another --out, "
-                "or remove that directory"
-            )
-    return report
+def _real(source: str) -> str:
+    return source if source.startswith("hub://") else str(Path(source).resolve())
 
 
-def _difference(report: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """What of the input differs, in words; the commits of hub sets are not looked at."""
-    theirs, ours = report.get("settings"), wanted["settings"]
-    if not isinstance(theirs, dict):
-        return "settings"
-    for key in ours:
-        if theirs.get(key) != ours[key]:
-            return f"settings ({key}: {theirs.get(key)}, now {ours[key]})"
-    for group in ("sources", "excluded"):
-        before = [
-            {k: one.get(k) for k in ("set", "path", "sha256")} for one in report.get(group, [])
-        ]
-        now = [{k: one.get(k) for k in ("set", "path", "sha256")} for one in wanted[group]]
-        if before != now:
-            return f"content of {group}"
-    return ""
+def _state(source: str) -> tuple[int, ...]:
+    """What changes when a file is written to; nothing for a set of the hub."""
+    if source.startswith("hub://"):
+        return ()
+    try:
+        state = Path(source).stat()
+    except OSError as error:
+        raise DataError(f"cannot read '{source}': {(error.strerror or '').lower()}") from error
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _described(source: str) -> dict[str, Any]:
     hub = HubSource.parse(source) if source.startswith("hub://") else None
     if hub is None:
-        return {"path": source, **_measured(Path(source))}
+        return {"path": source, **measured(Path(source))}
     return {
         "set": hub.written(),
         "hub_id": hub.name,
@@ -212,19 +210,10 @@ def _pin(sources: Sequence[str], described: list[dict[str, Any]]) -> list[str]:
     return result
 
 
-def _measured(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {(error.strerror or '').lower()}") from error
-
-
 def _deal(every: Path, work: Path, held: Sequence[bool]) -> dict[str, int]:
     """Deal the rows of ``every``, which is removed, to the two files; returns their numbers."""
     with ExitStack() as stack:
-        train, heldout = (stack.enter_context((work / name).open("wb")) for name in _FILES)
+        train, heldout = (stack.enter_context((work / name).open("wb")) for name in FILES)
         with every.open("rb") as rows:
             for line, out_of_training in zip(rows, held, strict=True):
                 (heldout if out_of_training else train).write(line)

@@ -51,7 +51,7 @@ def die_at(moment: str, *, after: bool) -> None:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
-    "moment", ["row_of", "split", "_deal", "_measured", "write_json", "replace"]
+    "moment", ["row_of", "split", "_deal", "measured", "write_json", "replace"]
 )
 def test_a_kill_leaves_a_whole_directory_or_none(
     settings: PrepareSettings, tmp_path: Path, moment: str, after: bool

@@ -1,6 +1,7 @@
 """Public sets by name: what is asked of the hub, and what is said about names that are wrong."""
 
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -152,3 +153,19 @@ def test_the_library_reads_what_it_is_asked_for(
     monkeypatch.setattr(datasets, "load_dataset", local)
     assert [p.id for p in read_prompts(["ultrachat"])] == ["0", "1", "2"]
     assert [p.id for p in read_prompts(["ultrachat:test_sft"])] == ["0"]
+
+
+def test_what_the_hub_client_tries_is_told_once(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load_dataset(*_: Any, **__: Any) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("no way there")
+
+    monkeypatch.setattr(hub, "load_dataset", load_dataset)
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    with pytest.raises(DataError, match="it cannot be read: no way there"):
+        read("hub://owner/name:train")
+    assert not caplog.records
+    assert logger.level == level
