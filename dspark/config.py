@@ -4,6 +4,8 @@ One YAML file holds the sections of all stages, so that `sample`, `capture`, `tr
 of one run read the same target, template and seed. Reading and overriding: `config_io`.
 """
 
+import re
+import urllib.parse
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -24,6 +26,8 @@ __all__ = [
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
+
+_ROUTE = re.compile(r"/(chat/completions|completions|generate|models)$")
 
 
 class _Settings(BaseModel):
@@ -150,11 +154,25 @@ class SampleSettings(_Settings):
     def _is_a_url(cls, url: str | None) -> str | None:
         if url is None:
             return None
-        if not url.startswith(("http://", "https://")) or url.rstrip("/").endswith(":"):
-            raise ValueError("must be a URL such as http://host:30000/v1")
         if "@" in url or "?" in url:
             raise ValueError("must hold no key; name the variable that does in api_key_env")
-        return url.rstrip("/")
+        url = url.rstrip("/")
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port
+        except ValueError:
+            port = 0
+        if port == 0 or (port is None and parts.netloc.endswith(":")):
+            raise ValueError("must be a URL with a port of 1 to 65535, or without a port")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("must be a URL such as http://host:30000/v1")
+        if (known := _ROUTE.search(parts.path)) is not None:
+            given = url.removesuffix(known[0])
+            raise ValueError(
+                f"must be the URL up to /v1, without {known[0]}, which is added to each request: "
+                f"{given if given.endswith('/v1') else given + '/v1'}"
+            )
+        return url
 
     @field_validator("api_key_env")
     @classmethod

@@ -92,7 +92,7 @@ def test_a_half_written_last_line_is_dropped_on_opening(
     with ResponseWriter(path) as writer:
         writer.write(rows)
     with path.open("ab") as file:
-        file.write(b'{"id": "' + b"h" * size)
+        file.write(b'{"format": "dspark.responses/1", "id": "' + b"h" * size)
     with ResponseWriter(path) as writer:
         writer.write([response(id="next")])
     back, rejects = read(path)
