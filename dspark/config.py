@@ -149,6 +149,13 @@ class SampleSettings(_Settings):
     """Take answers of an endpoint that returns no token ids, tokenised again and marked
     `retokenized`: the ids may then differ from those that were sampled."""
 
+    @field_validator("out")
+    @classmethod
+    def _is_not_packed(cls, out: str) -> str:
+        if out.endswith((".gz", ".parquet")):
+            raise ValueError("must name a file of plain lines, such as responses.jsonl")
+        return out
+
     @field_validator("endpoint")
     @classmethod
     def _is_a_url(cls, url: str | None) -> str | None:
