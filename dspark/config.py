@@ -130,15 +130,15 @@ class SampleSettings(_Settings):
     """all: every assistant turn is answered anew, each seeing the new turns before it. Endpoint
     only."""
     endpoint: str | None = None
-    """Base URL of a server that holds the target, such as http://host:30000/v1; None samples in
-    this process."""
+    """URL, up to /v1, of a server that holds the target, such as http://host:30000/v1; None samples
+    in this process."""
     endpoint_api: Literal["auto", "openai", "vllm", "sglang"] = "auto"
-    """vllm: /v1/completions; sglang: /generate; openai: /v1/chat/completions. auto asks the
-    server's list of models."""
+    """vllm: /v1/completions (`dspark serve` too); sglang: /generate; openai: /v1/chat/completions.
+    auto asks the server's list of models."""
     model: str | None = None
     """Name under which the endpoint serves the target; None takes the first it lists."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Conversations in flight at the endpoint."""
+    """Conversations in flight at the endpoint; at most 8 at `dspark serve`."""
     request_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
     """Seconds that one request may take as a whole."""
     max_retries: Annotated[int, Field(ge=0)] = 5

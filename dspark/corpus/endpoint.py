@@ -22,7 +22,8 @@ from dspark.corpus.dialogue import Dialogue, Interviewer
 from dspark.corpus.engines import Answer, Api, BadAnswer, Question, parse, request
 from dspark.corpus.prompts import Prompt
 from dspark.corpus.rejects import RowError
-from dspark.corpus.responses import Response, ResponseWriter
+from dspark.corpus.response_file import ResponseWriter
+from dspark.corpus.responses import Response
 from dspark.corpus.sampling import (
     Asked,
     Origin,

@@ -18,7 +18,8 @@ from dspark.corpus.draw import Draw
 from dspark.corpus.generate import generate
 from dspark.corpus.ids import id_limit
 from dspark.corpus.prompts import Prompt
-from dspark.corpus.responses import Response, ResponseWriter
+from dspark.corpus.response_file import ResponseWriter
+from dspark.corpus.responses import Response
 from dspark.corpus.sampling import (
     Origin,
     SampleReport,

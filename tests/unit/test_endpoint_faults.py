@@ -14,7 +14,8 @@ from dspark.config import SampleSettings
 from dspark.corpus import client
 from dspark.corpus.endpoint import errors_file, sample_endpoint
 from dspark.corpus.prompts import Prompt
-from dspark.corpus.responses import Response, ResponseWriter, read_responses
+from dspark.corpus.response_file import ResponseWriter
+from dspark.corpus.responses import Response, read_responses
 from dspark.corpus.sampling import SampleReport
 from dspark.errors import ConfigError, RunError
 from dspark.target.remote import Remote

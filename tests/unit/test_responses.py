@@ -6,7 +6,8 @@ import pytest
 
 from dspark.corpus.chat import template_hash
 from dspark.corpus.rejects import Reason, Rejects
-from dspark.corpus.responses import FORMAT, Response, ResponseWriter, read_responses
+from dspark.corpus.response_file import ResponseWriter
+from dspark.corpus.responses import FORMAT, Response, read_responses
 from dspark.errors import DataError, TargetError
 from dspark.testing import tiny_tokenizer
 

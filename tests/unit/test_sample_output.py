@@ -13,7 +13,8 @@ from dspark.config import SampleSettings
 from dspark.corpus import endpoint, sampler
 from dspark.corpus.endpoint import sample_endpoint
 from dspark.corpus.prompts import Prompt
-from dspark.corpus.responses import Response, ResponseWriter, read_responses
+from dspark.corpus.response_file import ResponseWriter
+from dspark.corpus.responses import Response, read_responses
 from dspark.corpus.row_names import RowNames
 from dspark.corpus.sampler import sample_responses
 from dspark.corpus.sampling import SampleReport
