@@ -1,7 +1,7 @@
 """`dspark sample` asks `dspark serve`: ids, stop ids, and the rows of the in-process sampler."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from dspark.corpus.endpoint import sample_endpoint
 from dspark.corpus.prompts import Prompt
 from dspark.corpus.responses import Response, read_responses
 from dspark.corpus.sampler import sample_responses
+from dspark.decoding import Commit, DecodeParams
+from dspark.serving.engine import Decoder, Engine
 from dspark.serving.prepare import Preparer
 from dspark.serving.protocol import ApiError, CompletionRequest, parse
 from dspark.serving.server import running
 from dspark.serving.settings import ServeSettings
-from dspark.serving.stream import TextStream
 from dspark.target import HFTarget
 from dspark.target.remote import Remote
 from dspark.testing import tiny_target, tiny_tokenizer
@@ -113,12 +114,22 @@ def test_a_stop_id_ends_the_output_and_is_none_of_its_text(url: str, ignore_eos:
     assert choice["text"] == TOKENIZER.decode(ids[:-1], skip_special_tokens=False)
 
 
-def test_special_tokens_stand_in_the_text_if_asked_for() -> None:
-    ids = [97, TOKENIZER.eos_token_id, 98]
-    for skip in (True, False):
-        stream = TextStream(TOKENIZER, skip_special=skip)
-        text = stream.push(ids).text + stream.flush().text
-        assert text == TOKENIZER.decode(ids, skip_special_tokens=skip)
+def test_special_tokens_stand_in_the_text_if_asked_for(target: HFTarget) -> None:
+    ids = [97, TOKENIZER.pad_token_id, 98]
+
+    def play(prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
+        yield Commit(ids, "length", None, 0, 0.001)
+
+    preparer = Preparer(target, TOKENIZER, ServeSettings())
+    engine = Engine(target, None, TOKENIZER, decoder=Decoder("scripted", play))
+    try:
+        for skip in (True, False, None):
+            raw = json.dumps({"prompt": "a", "skip_special_tokens": skip}).encode()
+            params = preparer.completion(parse(CompletionRequest, raw)).params
+            text = engine.generate([1], params).text
+            assert text == TOKENIZER.decode(ids, skip_special_tokens=skip is not False)
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(
