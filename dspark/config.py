@@ -4,6 +4,8 @@ One YAML file holds the sections of all stages, so that `sample`, `capture`, `tr
 of one run read the same target, template and seed. Reading and overriding: `config_io`.
 """
 
+import re
+import urllib.parse
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -24,6 +26,8 @@ __all__ = [
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
+
+_ROUTE = re.compile(r"/(chat/completions|completions|generate|models)$")
 
 
 class _Settings(BaseModel):
@@ -126,15 +130,15 @@ class SampleSettings(_Settings):
     """all: every assistant turn is answered anew, each seeing the new turns before it. Endpoint
     only."""
     endpoint: str | None = None
-    """Base URL of a server that holds the target, such as http://host:30000/v1; None samples in
-    this process."""
+    """URL, up to /v1, of a server that holds the target, such as http://host:30000/v1; None samples
+    in this process."""
     endpoint_api: Literal["auto", "openai", "vllm", "sglang"] = "auto"
-    """vllm: /v1/completions; sglang: /generate; openai: /v1/chat/completions. auto asks the
-    server's list of models."""
+    """vllm: /v1/completions (`dspark serve` too); sglang: /generate; openai: /v1/chat/completions.
+    auto asks the server's list of models."""
     model: str | None = None
     """Name under which the endpoint serves the target; None takes the first it lists."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Conversations in flight at the endpoint."""
+    """Conversations in flight at the endpoint; at most 8 at `dspark serve`."""
     request_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
     """Seconds that one request may take as a whole."""
     max_retries: Annotated[int, Field(ge=0)] = 5
@@ -145,16 +149,37 @@ class SampleSettings(_Settings):
     """Take answers of an endpoint that returns no token ids, tokenised again and marked
     `retokenized`: the ids may then differ from those that were sampled."""
 
+    @field_validator("out")
+    @classmethod
+    def _is_not_packed(cls, out: str) -> str:
+        if out.endswith((".gz", ".parquet")):
+            raise ValueError("must name a file of plain lines, such as responses.jsonl")
+        return out
+
     @field_validator("endpoint")
     @classmethod
     def _is_a_url(cls, url: str | None) -> str | None:
         if url is None:
             return None
-        if not url.startswith(("http://", "https://")) or url.rstrip("/").endswith(":"):
-            raise ValueError("must be a URL such as http://host:30000/v1")
         if "@" in url or "?" in url:
             raise ValueError("must hold no key; name the variable that does in api_key_env")
-        return url.rstrip("/")
+        url = url.rstrip("/")
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port
+        except ValueError:
+            port = 0
+        if port == 0 or (port is None and parts.netloc.endswith(":")):
+            raise ValueError("must be a URL with a port of 1 to 65535, or without a port")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("must be a URL such as http://host:30000/v1")
+        if (known := _ROUTE.search(parts.path)) is not None:
+            given = url.removesuffix(known[0])
+            raise ValueError(
+                f"must be the URL up to /v1, without {known[0]}, which is added to each request: "
+                f"{given if given.endswith('/v1') else given + '/v1'}"
+            )
+        return url
 
     @field_validator("api_key_env")
     @classmethod

@@ -142,6 +142,10 @@ _WANTED = {
 }
 
 
+_MAY_HOLD_A_KEY = {"sample.endpoint": "@?#", "sample.api_key_env": "'"}
+"""Settings whose wrong value is not shown if it holds one of these signs (a text is in quotes)."""
+
+
 def _sentence(error: Any, source: str) -> str:
     path = [part for part in error["loc"] if part != "__root__"]
     dotted = ".".join(str(part) for part in path)
@@ -154,6 +158,8 @@ def _sentence(error: Any, source: str) -> str:
     value = error.get("input")
     value = list(value) if isinstance(value, tuple) else value
     shown = "" if isinstance(value, dict | BaseModel) else f", got {value!r}"
+    if dotted in _MAY_HOLD_A_KEY and any(sign in shown for sign in _MAY_HOLD_A_KEY[dotted]):
+        shown = ""
     return f"{source}: {dotted}: {message[0].lower()}{message[1:]}{shown}"
 
 

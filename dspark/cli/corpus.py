@@ -87,7 +87,8 @@ def _sample(
     out: Annotated[str | None, typer.Option(help="responses.jsonl to write or go on with.")] = None,
     limit: Annotated[int | None, typer.Option(help="First N prompts.")] = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="URL of a vLLM, SGLang or OpenAI-like server of the target.")
+        str | None,
+        typer.Option(help="URL, up to /v1, of a vLLM, SGLang, dspark or OpenAI-like server."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -145,9 +146,12 @@ def _sample(
     finish({"out": ask.out, "prompts": rejects.to_dict(), **report.to_dict()}, as_json)
     if failed:
         kinds = ", ".join(f"{kind} {count}" for kind, count in report.errors.most_common())
+        # what is refused is refused again, so that is what must be mended first
+        kind = "refused" if "refused" in report.errors else report.errors.most_common(1)[0][0]
+        first = f"; the first {kind}: {said}" if (said := report.first_errors.get(kind)) else ""
         raise RunError(
             f"{failed} rows were not answered ({kinds}), see {errors_file(Path(ask.out))}; "
-            "the same command asks them again"
+            f"the same command asks them again{first}"
         )
 
 

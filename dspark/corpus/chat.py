@@ -111,9 +111,9 @@ def render(
 
     Raises:
         RowError: no answer at the end (`no_answer`); the last turn's prompt is not the beginning
-            of its rendering (`unstable_prefix`); the template leaves its reasoning out
-            (`reasoning_lost`), passes over the tools (`tools_unsupported`) or raises
-            (`template_error`).
+            of its rendering (`unstable_prefix`); the template leaves its reasoning or its calls
+            of tools out (`reasoning_lost`, `calls_lost`), passes over the tools
+            (`tools_unsupported`) or raises (`template_error`).
     """
     return _render(tokenizer, messages, thinking, tools)[0]
 
@@ -203,10 +203,30 @@ def _span(
             raise RowError(Reason.REASONING_LOST, "the template does not render the reasoning")
     elif thinking is not False:
         start += _closing_length(tokenizer, messages[:-1], prompt, served, tools)
+    if messages[-1].get("tool_calls") and _calls_lost(tokenizer, messages, served, thinking, tools):
+        raise RowError(Reason.CALLS_LOST, "the template does not render the calls of tools")
     end = _end_of_turn(tokenizer, served, start)
     if start == end:
         raise RowError(Reason.NO_ANSWER, "the answer renders to nothing")
     return start, end
+
+
+def _calls_lost(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    served: list[int],
+    thinking: bool | None,
+    tools: Sequence[Tool] | None,
+) -> bool:
+    """Whether the last turn is written alike without the last of its calls."""
+    fewer = dict(messages[-1])
+    calls = fewer.pop("tool_calls")[:-1]
+    if calls:
+        fewer["tool_calls"] = calls
+    try:
+        return _ids(tokenizer, [*messages[:-1], fewer], thinking, tools) == served
+    except RowError:
+        return False  # it looks at the calls: without them it raises
 
 
 def _closing_length(

@@ -7,9 +7,12 @@ bad answer. Other 4xx say that this request is wrong, and 401, 403 and 404 that 
 
 import asyncio
 import email.utils
+import json
 import os
 import random
+import re
 import time
+import urllib.parse
 from asyncio import sleep
 from collections.abc import Callable
 from enum import StrEnum
@@ -28,6 +31,9 @@ FIRST_PAUSE_S = 0.5
 """Pause behind the first failure, give or take a half; each further one is twice as long."""
 LONGEST_PAUSE_S = 60.0
 LONGEST_RETRY_AFTER_S = 600.0
+
+_SPOKEN: dict[str, Api] = {"vllm": "vllm", "sglang": "sglang", "dspark": "vllm"}
+"""By the owner that a server names in its list of models."""
 
 T = TypeVar("T")
 
@@ -77,6 +83,7 @@ class Client:
             raise ConfigError(
                 f"the key in {settings.api_key_env} cannot be sent: it must be one line of ASCII"
             )
+        self._forms = _forms(key)
         trusted = httpx.create_ssl_context()
         try:
             # a pool looks through all its connections for every request, which at hundreds of them
@@ -108,8 +115,10 @@ class Client:
         for http in self._idle:
             await http.aclose()
 
-    async def find(self) -> tuple[Api, str]:
-        """API and model name, asked of the server where the settings leave them open.
+    async def find(self) -> tuple[Api, str, str]:
+        """API, model name and kind of engine, asked of the server where the settings leave them.
+
+        The kind is the API's name, or `dspark` where the server says that it is `dspark serve`.
 
         Raises:
             ConfigError: the server turns requests away, or serves no such model.
@@ -117,7 +126,7 @@ class Client:
         """
         api, model = self._settings.endpoint_api, self._settings.model
         if api != "auto" and model is not None:
-            return api, model
+            return api, model, api
         try:
             listed = await self._insist("GET", "/v1/models", None, _models)
         except Failed as error:
@@ -125,18 +134,18 @@ class Client:
                 f"sample.endpoint {self._settings.endpoint} does not list its models after "
                 f"{error.attempts} attempts: {error}"
             ) from None
-        names = [one["id"] for one in listed]
+        names: list[str] = [one["id"] for one in listed]
         if model is None:
             model = names[0]
         elif model not in names:
             raise ConfigError(
                 f"sample.model '{model}' is not served at {self._settings.endpoint}, which has "
-                f"{', '.join(names[:5])}"
+                f"{_line(self.hide(', '.join(names[:5])))}"
             )
+        owner = listed[names.index(model)].get("owned_by")
         if api == "auto":
-            owner = listed[names.index(model)].get("owned_by")
-            api = owner if owner in ("vllm", "sglang") else "openai"
-        return api, model
+            api = _SPOKEN[owner] if isinstance(owner, str) and owner in _SPOKEN else "openai"
+        return api, model, "dspark" if owner == "dspark" else api
 
     async def ask(
         self, path: str, body: dict[str, Any], parse: Callable[[Any], T], *, seed: int = 0
@@ -166,7 +175,7 @@ class Client:
             try:
                 return parse(await self._once(method, path, body, attempt))
             except BadAnswer as error:
-                problem = _Again(Failure.BAD_ANSWER, str(error))
+                problem = _Again(Failure.BAD_ANSWER, _line(self.hide(str(error))))
             except _Again as error:
                 problem = error
             if attempt > self._settings.max_retries:
@@ -188,27 +197,29 @@ class Client:
                 response = await http.request(method, self.root + path, json=body)
         except (TimeoutError, httpx.TimeoutException):
             raise _Again(Failure.TIMED_OUT, f"no answer within {limit:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            # also a body that ends before its length
-            raise _Again(Failure.CONNECTION, _line(str(error) or type(error).__name__)) from None
+        except (httpx.HTTPError, httpx.InvalidURL, OverflowError, UnicodeError) as error:
+            # also a body that ends before its length, and a host that the resolver cannot read
+            said = self.hide(str(error)) or type(error).__name__
+            raise _Again(Failure.CONNECTION, _line(said)) from None
         finally:
             self._idle.append(http)
         status = response.status_code
         if status >= 400:
             self._problem(response, attempt)
         if status >= 300:
+            where = _line(self.hide(response.headers.get("location", "")))
             raise ConfigError(
-                f"sample.endpoint {self._settings.endpoint} redirects ({status}) to "
-                f"'{response.headers.get('location', '')}': give that address"
+                f"sample.endpoint {self._settings.endpoint} redirects ({status}) to '{where}': "
+                "give that address"
             )
         try:
             return response.json()
         except (ValueError, RecursionError) as error:
-            raise _Again(Failure.INVALID_JSON, _line(str(error))) from None
+            raise _Again(Failure.INVALID_JSON, _line(self.hide(str(error)))) from None
 
     def _problem(self, response: httpx.Response, attempt: int) -> None:
         status = response.status_code
-        detail = f"{status} {_line(self._hide(response.text))}".strip()
+        detail = f"{status} {_line(self.hide(_said(response)))}".strip()
         if status in (401, 403, 404):
             what = (
                 f"check the key in the variable {self._settings.api_key_env}"
@@ -225,8 +236,36 @@ class Client:
             raise _Again(Failure.SERVER_ERROR, detail, _retry_after(response))
         raise Failed(Failure.REFUSED, detail, attempt)
 
-    def _hide(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+    def hide(self, text: str) -> str:
+        """``text`` without the key, as it is or as JSON and URLs write it.
+
+        Whatever a server said goes through here on its way to a person or a file.
+        """
+        for form in self._forms:
+            text = re.sub(re.escape(form), "***", text, flags=re.IGNORECASE)
+        return text
+
+
+def _forms(key: str) -> list[str]:
+    """The longest first: a short one may be a piece of it."""
+    plain = {key, json.dumps(key)[1:-1], repr(key)[1:-1]}
+    quoted = {urllib.parse.quote(key, safe=""), urllib.parse.quote(key)}
+    return sorted((plain | quoted | {urllib.parse.quote_plus(key)}) - {""}, key=len, reverse=True)
+
+
+def _said(response: httpx.Response) -> str:
+    """The sentence in an error's body, where its shape is known; else all of it."""
+    try:
+        body = response.json()
+    except (ValueError, RecursionError):
+        return response.text
+    for name in ("error", "message", "detail"):
+        found = body.get(name) if isinstance(body, dict) else None
+        if isinstance(found, dict):
+            found = found.get("message")
+        if isinstance(found, str) and found.strip():
+            return found
+    return response.text
 
 
 def _models(body: Any) -> list[dict[str, Any]]:

@@ -161,6 +161,8 @@ class Interviewer:
         unparsed = answer.fields is None or (not answer.fields and "</think>" in text)
         if unparsed:
             message = assistant_message(self._tokenizer, question.ids, text)
+        if answer.finish_reason == "length":
+            _drop_half_character(message)
         # normalises calls and reasoning
         message = conversation({"messages": [{"role": "user", "content": "-"}, message]})[-1]
         messages = [*question.messages, message]
@@ -191,6 +193,19 @@ class Interviewer:
 
 class _CannotAsk(RowError):
     """A later turn has no prompt; the turns before it are good."""
+
+
+def _drop_half_character(message: Message) -> None:
+    """A cut inside a character leaves bytes that are none: no token of the target's says so.
+
+    Raises:
+        RowError: nothing else was said.
+    """
+    last = "content" if message.get("content") else "reasoning_content"
+    if message.get(last):
+        message[last] = message[last].rstrip("\ufffd")
+    if not any(message.get(name) for name in ("content", "reasoning_content", "tool_calls")):
+        raise RowError(Reason.NO_ANSWER, "cut inside its first character")
 
 
 def _turns(task: Task) -> list[tuple[list[Message], list[Message] | None]]:

@@ -22,7 +22,8 @@ from dspark.corpus.dialogue import Dialogue, Interviewer
 from dspark.corpus.engines import Answer, Api, BadAnswer, Question, parse, request
 from dspark.corpus.prompts import Prompt
 from dspark.corpus.rejects import RowError
-from dspark.corpus.responses import Response, ResponseWriter
+from dspark.corpus.response_file import ResponseWriter
+from dspark.corpus.responses import Response
 from dspark.corpus.sampling import (
     Asked,
     Origin,
@@ -41,6 +42,8 @@ __all__ = ["errors_file", "sample_endpoint"]
 log = logging.getLogger(__name__)
 
 _FEWEST_FAILURES = 20
+_MOST_AT_DSPARK = 8
+"""Requests in flight at `dspark serve`, which answers one at a time and lets few wait."""
 
 
 def errors_file(out: Path) -> Path:
@@ -76,12 +79,14 @@ def sample_endpoint(
     check_template(tokenizer)
     out = Path(settings.out if out is None else out)
     origin = origin_of(target, tokenizer, settings)
-    present = rows_present(out, origin, resume)
-    if present:
-        log.info("%s: resuming behind %d rows", out, len(present))
     report = SampleReport()
+    client = Client(settings)
     with ResponseWriter(out) as writer, Bar("sampling", None) as bar:
-        run = _Run(target, tokenizer, settings, origin, report, _Sink(writer, out, report, bar))
+        present = rows_present(out, origin, resume)
+        if present:
+            log.info("%s: resuming behind %d rows", out, len(present))
+        sink = _Sink(writer, out, report, bar)
+        run = _Run(target, tokenizer, settings, origin, report, sink, client)
         tasks = _Lazy(
             tasks_of(
                 target,
@@ -154,7 +159,7 @@ class _Sink:
         """
         with open(self._out, "rb") as file:
             line = file.readline()
-        begun = json.loads(line).get("engine") if line else engine
+        begun = json.loads(line).get("engine") if line.strip() else engine
         if begun != engine:
             raise ConfigError(
                 f"sample.out '{self._out}' was sampled from {begun}, and sample.endpoint is now "
@@ -191,25 +196,32 @@ class _Sink:
         self._bar.advance(len(batch), tok_s=f"{self._report.tokens_per_s:,.0f}")
 
     def _write_errors(self, failed: list[_Outcome]) -> None:
-        with open(self._errors, "ab") as file:
-            for outcome in failed:
-                error = outcome.failed
-                assert error is not None
-                line = {
-                    "id": outcome.task.prompt.id,
-                    "sample": outcome.task.sample,
-                    "reason": str(error.kind),
-                    "detail": error.detail,
-                    "attempts": error.attempts,
-                }
-                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        lines = b""
+        for outcome in failed:
+            error = outcome.failed
+            assert error is not None
+            line = {
+                "id": outcome.task.prompt.id,
+                "sample": outcome.task.sample,
+                "reason": str(error.kind),
+                "detail": error.detail,
+                "attempts": error.attempts,
+            }
+            lines += json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        try:
+            with open(self._errors, "ab") as file:
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as full:
+            raise OSError(full.errno, full.strerror, str(self._errors)) from full
 
     def _count(self, outcome: _Outcome) -> None:
         report = self._report
         if outcome.failed is not None:
-            report.errors[str(outcome.failed.kind)] += 1
+            kind = str(outcome.failed.kind)
+            report.errors[kind] += 1
+            report.first_errors.setdefault(kind, outcome.failed.detail)
             return
         assert outcome.dialogue is not None
         report.written += 1
@@ -229,6 +241,7 @@ class _Run:
         origin: Origin,
         report: SampleReport,
         sink: _Sink,
+        client: Client,
     ) -> None:
         self._target = target
         self._settings = settings
@@ -236,19 +249,21 @@ class _Run:
         self._report = report
         self._sink = sink
         self._interviewer = Interviewer(target, tokenizer, settings)
-        self._client = Client(settings)
+        self._client = client
         self._api: Api = "openai"
-        self._model = ""
+        self._model = self._engine = ""
         self._seen_ids = False
         self._failures = 0  # one behind the other
 
     async def all(self, tasks: Iterator[Task]) -> None:
         async with self._client:
-            self._api, self._model = await self._client.find()
-            self._sink.begin(f"{self._api}:{self._model}")
-            workers = [
-                asyncio.create_task(self._work(tasks)) for _ in range(self._settings.concurrency)
-            ]
+            self._api, self._model, engine = await self._client.find()
+            self._engine = self._client.hide(f"{engine}:{self._model}")
+            self._sink.begin(self._engine)
+            count = self._settings.concurrency
+            if engine == "dspark":
+                count = min(count, _MOST_AT_DSPARK)
+            workers = [asyncio.create_task(self._work(tasks)) for _ in range(count)]
             try:
                 await asyncio.gather(*workers)
             finally:
@@ -263,7 +278,8 @@ class _Run:
             try:
                 dialogue = await self._interviewer.hold(task, self._ask)
             except RowError as error:
-                self._report.rejects.add(error, task.prompt.id)
+                told = RowError(error.reason, self._client.hide(error.detail))
+                self._report.rejects.add(told, task.prompt.id)
                 self._failures = 0
             except Failed as error:
                 await self._sink.put(_Outcome(task, [], failed=error))
@@ -323,7 +339,7 @@ class _Run:
                 category=prompt.category,
                 part=part,
                 parts=len(dialogue.pieces),
-                engine=f"{self._api}:{self._model}",
+                engine=self._engine,
                 retokenized=piece.retokenized,
                 **self._origin,
             )

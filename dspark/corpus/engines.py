@@ -2,7 +2,7 @@
 
 | api | path | prompt goes as | ids come back as |
 |---|---|---|---|
-| vllm | /v1/completions | ids | `choices[0].token_ids` (`return_token_ids`) |
+| vllm, `dspark serve` | /v1/completions | ids | `choices[0].token_ids` (`return_token_ids`) |
 | sglang | /generate | ids | `output_ids` |
 | openai | /v1/chat/completions | messages | `choices[0].token_ids`, by engines that know the key |
 

@@ -45,6 +45,7 @@ class Reason(StrEnum):
     TEMPLATE_ERROR = "template_error"
     UNSTABLE_PREFIX = "unstable_prefix"
     REASONING_LOST = "reasoning_lost"
+    CALLS_LOST = "calls_lost"
     PROMPT_TOO_LONG = "prompt_too_long"
     NO_END_OF_TURN = "no_end_of_turn"
     OTHER_PROMPT = "other_prompt"

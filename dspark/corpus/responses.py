@@ -8,13 +8,9 @@ counts too).
 """
 
 import json
-import logging
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from dspark.config import DataSettings
 from dspark.corpus.chat import render_turns, template_hash
@@ -24,13 +20,15 @@ from dspark.corpus.prompts import content_id, given_id
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.corpus.seen import Seen
 from dspark.errors import DataError
-from dspark.provenance import claim, making
 
-__all__ = ["FORMAT", "Response", "ResponseWriter", "parse_responses", "read_responses", "too_few"]
-
-log = logging.getLogger(__name__)
+__all__ = ["FORMAT", "Response", "parse_responses", "read_responses", "row_key", "too_few"]
 
 FORMAT = "dspark.responses/1"
+
+
+def row_key(name: str, sample: int) -> str:
+    """`Response.key` of a row."""
+    return f"{name}#{sample}" if sample else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +68,15 @@ class Response:
     parts: int = 1
     """Sequences of the conversation, which stand behind one another in the file."""
     engine: str | None = None
-    """Where it was sampled: `vllm:NAME`, `sglang:NAME` or `openai:NAME`; None: in process."""
+    """Where it was sampled: `vllm:NAME`, `sglang:NAME`, `openai:NAME` or `dspark:NAME` (servers);
+    None: in process."""
     retokenized: bool = False
     """The engine returned text only; `input_ids` are the tokenizer's."""
 
     @property
     def key(self) -> str:
         """Unique name of the row: `id`, and `id#n` for further answers to the same prompt."""
-        return f"{self.id}#{self.sample}" if self.sample else self.id
+        return row_key(self.id, self.sample)
 
     @property
     def switch(self) -> str:
@@ -91,78 +90,6 @@ class Response:
     def to_json(self) -> str:
         """One line, without the line feed."""
         return json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False)
-
-
-class ResponseWriter:
-    """Appends rows so that a kill at any moment loses at most the rows not yet flushed.
-
-    Opening repairs the last line of a killed run: complete but for the line feed, it is closed;
-    half written, it is removed. Use as a context manager.
-    """
-
-    def __init__(self, path: Path) -> None:
-        with making():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "ab+")  # noqa: SIM115 - closed in __exit__
-        claim(self._file)
-        self._repair(path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
-
-    def write(self, rows: Iterable[Response]) -> None:
-        """Append ``rows`` and wait until they are on disk."""
-        self._file.write("".join(row.to_json() + "\n" for row in rows).encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _repair(self, path: Path) -> None:
-        end = self._file.seek(0, os.SEEK_END)
-        keep = self._line_start(end)
-        if keep < end:
-            self._file.seek(keep)
-            try:
-                json.loads(self._file.read())
-                self._file.write(b"\n")
-                self._file.flush()
-                keep = end + 1
-            except ValueError:
-                log.warning("%s: dropping a half-written last line (%d bytes)", path, end - keep)
-                self._file.truncate(keep)
-        self._drop_unfinished(path, keep)
-
-    def _drop_unfinished(self, path: Path, end: int) -> None:
-        """Remove the sequences of a conversation whose last one did not get here."""
-        start = self._line_start(end - 1)
-        self._file.seek(start)
-        try:
-            row = json.loads(self._file.read(end - start) or b"{}")
-            part, parts = int(row.get("part", 0)), int(row.get("parts", 1))
-        except (ValueError, TypeError, AttributeError):
-            return  # nothing that a sampler wrote
-        if part >= parts - 1:
-            return
-        for _ in range(part):
-            start = self._line_start(start - 1)
-        log.warning("%s: dropping a half-written conversation at the end", path)
-        self._file.truncate(start)
-
-    def _line_start(self, end: int) -> int:
-        """Offset behind the last line feed before ``end``."""
-        start, newline = max(end, 0), -1
-        while start > 0 and newline < 0:
-            stop, start = start, max(0, start - (1 << 16))
-            self._file.seek(start)
-            newline = self._file.read(stop - start).rfind(b"\n")
-        return start + newline + 1
 
 
 def read_responses(

@@ -18,7 +18,8 @@ from dspark.corpus.draw import Draw
 from dspark.corpus.generate import generate
 from dspark.corpus.ids import id_limit
 from dspark.corpus.prompts import Prompt
-from dspark.corpus.responses import Response, ResponseWriter
+from dspark.corpus.response_file import ResponseWriter
+from dspark.corpus.responses import Response
 from dspark.corpus.sampling import (
     Origin,
     SampleReport,
@@ -73,36 +74,50 @@ def sample_responses(
         )
     out = Path(settings.out if out is None else out)
     origin = origin_of(target, tokenizer, settings)
-    present = rows_present(out, origin, resume)
     report = SampleReport()
-    shown = track(prompts, "rendering prompts")
-    tasks = list(tasks_of(target, tokenizer, shown, settings, present, report))
-    if report.rejects.rejected:
-        log.warning("%s", report.rejects.summary())
-    if report.rejects.read and not report.rejects.accepted:
-        raise DataError(f"no prompt can be sampled: {report.rejects.explained()}")
-    if report.resumed:
-        log.info("%s: resuming behind %d rows", out, report.resumed)
-    # equal lengths together need the least padding, and the largest batch fails first, not last
-    tasks.sort(key=lambda task: -len(task.ids))
-    started = time.monotonic()
-    with ResponseWriter(out) as writer, Bar("sampling", len(tasks)) as bar:
-        for start in range(0, len(tasks), settings.batch_size):
-            batch = tasks[start : start + settings.batch_size]
-            for finished in _answers(target, batch, settings, id_limit(tokenizer)):
-                rows = []
-                for position, new_ids in finished:
-                    task = batch[position]
-                    row = _response(target, tokenizer, task, new_ids, settings, origin)
-                    rows.append(row)
-                    report.new_tokens += len(new_ids)
-                    report.by_finish_reason[str(row.finish_reason)] += 1
-                    report.by_setting[task.setting] += 1
+    with ResponseWriter(out) as writer:
+        present = rows_present(out, origin, resume)
+        shown = track(prompts, "rendering prompts")
+        tasks = list(tasks_of(target, tokenizer, shown, settings, present, report))
+        if report.rejects.rejected:
+            log.warning("%s", report.rejects.summary())
+        if report.rejects.read and not report.rejects.accepted:
+            raise DataError(f"no prompt can be sampled: {report.rejects.explained()}")
+        if report.resumed:
+            log.info("%s: resuming behind %d rows", out, report.resumed)
+        # equal lengths together need the least padding, and the largest batch fails first, not last
+        tasks.sort(key=lambda task: -len(task.ids))
+        with Bar("sampling", len(tasks)) as bar:
+            for rows in _rows(target, tokenizer, tasks, settings, origin, report):
                 writer.write(rows)
                 report.written += len(rows)
-                report.seconds = time.monotonic() - started
                 bar.advance(len(rows), tok_s=f"{report.tokens_per_s:,.0f}")
     return report
+
+
+def _rows(
+    target: Target,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    settings: SampleSettings,
+    origin: Origin,
+    report: SampleReport,
+) -> Iterator[list[Response]]:
+    """The rows of ``tasks`` as they are finished; their tokens are counted in ``report``."""
+    started = time.monotonic()
+    for start in range(0, len(tasks), settings.batch_size):
+        batch = tasks[start : start + settings.batch_size]
+        for finished in _answers(target, batch, settings, id_limit(tokenizer)):
+            rows = []
+            for position, new_ids in finished:
+                task = batch[position]
+                row = _response(target, tokenizer, task, new_ids, settings, origin)
+                rows.append(row)
+                report.new_tokens += len(new_ids)
+                report.by_finish_reason[str(row.finish_reason)] += 1
+                report.by_setting[task.setting] += 1
+            report.seconds = time.monotonic() - started
+            yield rows
 
 
 def _answers(

@@ -19,7 +19,8 @@ from dspark.corpus.files import read_rows
 from dspark.corpus.messages import Message
 from dspark.corpus.prompts import Prompt
 from dspark.corpus.rejects import Reason, Rejects, RowError
-from dspark.corpus.responses import FORMAT
+from dspark.corpus.responses import FORMAT, row_key
+from dspark.corpus.row_names import RowNames
 from dspark.errors import ConfigError
 
 __all__ = [
@@ -81,6 +82,8 @@ class SampleReport:
     """Rows that an earlier run had written to the same file."""
     errors: Counter[str] = field(default_factory=Counter)
     """Rows that an endpoint failed to answer, by kind; a rerun asks them again."""
+    first_errors: dict[str, str] = field(default_factory=dict)
+    """What was said of the first row of each kind of error."""
     ended_early: Counter[str] = field(default_factory=Counter)
     """Written conversations that lack later turns, by reason."""
     retries: int = 0
@@ -101,6 +104,7 @@ class SampleReport:
             "written": self.written,
             "resumed": self.resumed,
             "errors": dict(self.errors),
+            "first_errors": self.first_errors,
             "ended_early": dict(self.ended_early),
             "retries": self.retries,
             "new_tokens": self.new_tokens,
@@ -139,11 +143,19 @@ def tasks_of(
 
     ``until_first_answer`` renders only what stands before the first assistant turn.
     """
+    names = RowNames(settings, present)
     for prompt in prompts:
+        names.add(prompt)
         for sample in range(settings.samples_per_prompt):
             report.rejects.read += 1
             if (prompt.id, sample) in present:
                 report.resumed += 1
+                continue
+            if (other := names.clash(prompt, sample)) is not None:
+                problem = RowError(
+                    Reason.DUPLICATE_ID, f"a row of prompt '{other[:40]}' has the id"
+                )
+                report.rejects.add(problem, row_key(prompt.id, sample))
                 continue
             index = choose(settings, prompt.id, sample)
             messages = prompt.messages
@@ -266,6 +278,7 @@ def origin_of(target: Asked, tokenizer: Any, settings: SampleSettings) -> Origin
 def rows_present(out: Path, origin: Origin, resume: bool) -> set[tuple[str, int]]:
     """(prompt id, sample) of the answers that stand whole in ``out``.
 
+    Call it while a `ResponseWriter` holds the file, or another run may add rows behind the reading.
     A half-written last line does not count, nor a conversation that lacks its last sequence.
 
     Raises:

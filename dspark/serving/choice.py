@@ -117,7 +117,7 @@ def choose(
             "give a smaller --context"
         ) from error
     log.info("graph engine: %s on %s, context %d", target.name, target.device, context)
-    return Decoder("graph", GraphDecoder(step).stream, context)
+    return Decoder("graph", GraphDecoder(step).stream, context, _MOST_STOPS)
 
 
 def _obstacle(target: Target, draft: DSparkDraftModel | None, ends: Set[int]) -> str | None:

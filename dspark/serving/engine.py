@@ -53,11 +53,13 @@ class Decoder:
         name: reference or graph.
         stream: as `decoding.stream`; closing what it returns leaves the device quiet.
         context: positions of a prompt and its output together; None: as many as the target knows.
+        most_stops: ids that may end an output, the model's own among them; None: any number.
     """
 
     name: str
     stream: Callable[[Sequence[int], DecodeParams], Iterator[Commit]]
     context: int | None = None
+    most_stops: int | None = None
 
 
 class Engine:
@@ -224,14 +226,19 @@ class Engine:
         decode = DecodeParams(
             max_new_tokens=params.max_new_tokens,
             sampling=params.sampling,
-            stop_ids=frozenset() if params.ignore_eos else self._stop_ids,
+            stop_ids=params.stop_ids | (frozenset() if params.ignore_eos else self._stop_ids),
             ignore_eos=params.ignore_eos,
             num_draft_tokens=self.num_draft_tokens or None,
             confidence_threshold=self.settings.confidence_threshold,
         )
         started = time.monotonic()
         first_s = 0.0
-        out = Output(self._tokenizer, params.stop, self.num_draft_tokens)
+        out = Output(
+            self._tokenizer,
+            params.stop,
+            self.num_draft_tokens,
+            skip_special=params.skip_special,
+        )
         commits = self.decoder.stream(job.prompt_ids, decode)
         try:
             while out.finish_reason is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from dspark.decoding import SamplingParams, check_request
 from dspark.errors import ConfigError
+from dspark.serving.engine import end_ids
 from dspark.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerateRequest
 from dspark.serving.request import GenerateParams
 from dspark.serving.settings import ServeSettings
@@ -53,9 +54,17 @@ class Preparer:
     """Renders, tokenises and fills in defaults for one target."""
 
     def __init__(
-        self, target: Target, tokenizer: Any, settings: ServeSettings, context: int | None = None
+        self,
+        target: Target,
+        tokenizer: Any,
+        settings: ServeSettings,
+        context: int | None = None,
+        *,
+        most_stops: int | None = None,
     ) -> None:
         """``context``: positions that the engine has room for; None: all that the target knows.
+
+        ``most_stops``: as `engine.Decoder` has it.
 
         Raises:
             ConfigError: the model's own defaults of sampling cannot be run.
@@ -63,6 +72,8 @@ class Preparer:
         self._target = target
         self._tokenizer = tokenizer
         self._settings = settings
+        self._ends = target.eos_ids | end_ids(tokenizer)
+        self._most_stops = most_stops
         self._defaults = _sampling_defaults(target)
         self.max_model_len = min(
             int(target.max_position_embeddings), context or int(target.max_position_embeddings)
@@ -183,9 +194,27 @@ class Preparer:
             max_new_tokens=max_tokens,
             sampling=sampling,
             stop=tuple(options.stop),
+            stop_ids=self._stop_ids(options, "sampling_params." if "." in field else ""),
             ignore_eos=bool(options.ignore_eos),
+            skip_special=options.skip_special_tokens is not False,
         )
         return Work(list(ids), params, seed)
+
+    def _stop_ids(self, options: Any, place: str) -> frozenset[int]:
+        ends = frozenset() if options.ignore_eos else self._ends
+        given = frozenset(options.stop_token_ids)
+        name, vocab = f"{place}stop_token_ids", self._target.vocab_size
+        # the model's own ends may lie behind its vocabulary, and a client names them all
+        for token_id in sorted(given - self._ends):
+            if not 0 <= token_id < vocab:
+                raise _bad(name, f"'{name}' holds the id {token_id}; ids are 0..{vocab - 1}")
+        if self._most_stops is not None and len(given | ends) > self._most_stops:
+            raise _bad(
+                name,
+                f"'{name}' makes {len(given | ends)} ids that end an output, the model's own "
+                f"{len(ends)} among them; this engine knows at most {self._most_stops}",
+            )
+        return given
 
     def _sampling(self, options: Any, seed: int | None) -> tuple[SamplingParams, int | None]:
         chosen = dict(self._defaults)

@@ -70,6 +70,12 @@ def _stops(value: Any) -> Any:
     return stops
 
 
+def _stop_ids(value: Any) -> Any:
+    if not _token_ids(value):
+        raise PydanticCustomError("stop_token_ids", "must be a list of token ids")
+    return value
+
+
 def _content(value: Any) -> Any:
     """Text, or a list of text parts, which are joined by line breaks."""
     if isinstance(value, str):
@@ -115,6 +121,7 @@ TopK = Annotated[int, Field(ge=-1)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Stops = Annotated[list[str], BeforeValidator(_stops)]
+StopIds = Annotated[list[int], BeforeValidator(_stop_ids)]
 
 
 class _Body(BaseModel):
@@ -139,6 +146,10 @@ class _Sampled(_Body):
     min_p: MinP | None = None
     ignore_eos: bool | None = None
     stop: Stops = []
+    stop_token_ids: StopIds = []
+    """Further ids that end the output, even with ``ignore_eos``; they are no part of the text."""
+    skip_special_tokens: bool | None = None
+    """False: special tokens of the output stand in its text."""
 
 
 class _OpenAI(_Sampled):
@@ -147,6 +158,8 @@ class _OpenAI(_Sampled):
     stream_options: StreamOptions | None = None
     max_tokens: TokenCount | None = None
     seed: Seed | None = None
+    return_token_ids: bool | None = None
+    """Ids of prompt and output beside the text, as vLLM gives them."""
 
 
 class ChatMessage(_Body):

@@ -32,7 +32,11 @@ class GenerateParams:
     max_new_tokens: int
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    """Beside the model's own ends, and even with ``ignore_eos``."""
     ignore_eos: bool = False
+    skip_special: bool = True
+    """Leave special tokens out of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +99,20 @@ class Job:
 class Output:
     """The output of one request as it grows, cut at the first stop."""
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...], block_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: tuple[str, ...],
+        block_size: int,
+        *,
+        skip_special: bool = True,
+    ) -> None:
         self.text = ""
         self.token_ids: list[int] = []
         self.stats = AcceptStats(block_size)
         self.stop: str | None = None
         self.finish_reason: FinishReason | None = None
-        self._stream = TextStream(tokenizer, stops)
+        self._stream = TextStream(tokenizer, stops, skip_special=skip_special)
         self._sent = 0
 
     def take(self, commit: Commit) -> tuple[int, int]:

@@ -39,6 +39,8 @@ class Shape:
     created: int
     model: str
     work: Work
+    with_ids: bool = False
+    """Ids of prompt and output go with the whole response."""
 
     def whole(self, end: Finished) -> dict[str, Any]:
         """The response of a request without streaming."""
@@ -50,8 +52,14 @@ class Shape:
             content = {"text": end.text}
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": end.finish_reason}
         name = "chat.completion" if self.kind == "chat" else "text_completion"
+        prompt: dict[str, Any] = {}
+        if self.with_ids:
+            # where vLLM has them
+            choice["token_ids"] = end.token_ids
+            (prompt if self.kind == "chat" else choice)["prompt_token_ids"] = self.work.prompt_ids
         return {
             **self._head(name),
+            **prompt,
             "choices": [choice],
             "usage": usage(end.num_prompt_tokens, len(end.token_ids), end.stats),
             "dspark": self._figures(end),

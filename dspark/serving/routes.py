@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -121,16 +121,14 @@ def router(api: Api) -> APIRouter:
         body = parse(ChatRequest, await _body(request, limit))
         api.check_model(body.model)
         work = await api.prepare(api.preparer.chat, body)
-        shape = Shape("chat", request_id_of(request), int(time.time()), api.model_name, work)
-        return await _answer(api, request, shape, bool(body.stream), body.stream_options)
+        return await _answer(api, request, "chat", body, work)
 
     @routes.post("/v1/completions", dependencies=keyed)
     async def completions(request: Request) -> Response:
         body = parse(CompletionRequest, await _body(request, limit))
         api.check_model(body.model)
         work = await api.prepare(api.preparer.completion, body)
-        shape = Shape("text", request_id_of(request), int(time.time()), api.model_name, work)
-        return await _answer(api, request, shape, bool(body.stream), body.stream_options)
+        return await _answer(api, request, "text", body, work)
 
     @routes.post("/generate", dependencies=keyed)
     async def generate(request: Request) -> Response:
@@ -213,15 +211,28 @@ async def _wait(channel: Channel) -> Finished:
 
 
 async def _answer(
-    api: Api, request: Request, shape: Shape, streamed: bool, options: StreamOptions | None
+    api: Api,
+    request: Request,
+    kind: Literal["chat", "text"],
+    body: ChatRequest | CompletionRequest,
+    work: Work,
 ) -> Response:
-    if options is not None and not streamed:
-        raise ApiError(
-            400,
-            "'stream_options' needs 'stream': true",
-            param="stream_options",
-            code="invalid_value",
-        )
+    streamed, options = bool(body.stream), body.stream_options
+    for name, given, needed in (
+        ("stream_options", options is not None, True),
+        ("return_token_ids", bool(body.return_token_ids), False),
+    ):
+        if given and streamed is not needed:
+            raise ApiError(
+                400,
+                f"'{name}' needs 'stream': {json.dumps(needed)}",
+                param=name,
+                code="invalid_value",
+            )
+    made = request_id_of(request)
+    shape = Shape(
+        kind, made, int(time.time()), api.model_name, work, with_ids=bool(body.return_token_ids)
+    )
     channel = Channel(api.engine, shape.work, shape.request_id, request.receive)
     if streamed:
         return await _stream(channel, _openai_events(channel, shape, options or StreamOptions()))

@@ -41,7 +41,13 @@ def create_app(
     """The ASGI application over an engine. ``model_name`` defaults to the target's name."""
     api = Api(
         engine=engine,
-        preparer=Preparer(engine.target, tokenizer, engine.settings, engine.context),
+        preparer=Preparer(
+            engine.target,
+            tokenizer,
+            engine.settings,
+            engine.context,
+            most_stops=engine.decoder.most_stops,
+        ),
         model_name=model_name or engine.target.name,
         tokenizer_path=str(getattr(tokenizer, "name_or_path", "") or engine.target.name),
         api_key=api_key,

@@ -25,9 +25,10 @@ class Detokenizer:
     the run is incomplete, which is why all trailing ones are held, not just the last.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """``tokenizer``: a transformers tokenizer; special tokens are left out of the text."""
+    def __init__(self, tokenizer: Any, *, skip_special: bool = True) -> None:
+        """``tokenizer``: of transformers; ``skip_special``: no special tokens in the text."""
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._prefix: list[int] = []
         self._prefix_text = ""
         self._pending: list[int] = []
@@ -35,7 +36,7 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
         )
         return text
 
@@ -119,8 +120,10 @@ class Piece:
 class TextStream:
     """Detokeniser and stop matcher in a row."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), *, skip_special: bool = True
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
         self._matcher = StopMatcher(stops) if stops else None
 
     def push(self, token_ids: Sequence[int]) -> Piece:

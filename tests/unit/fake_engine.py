@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 from dspark.corpus.chat import generation_prompt_ids
 
@@ -32,6 +33,7 @@ class FakeEngine:
     tokenizer: Any
     fault: Fault = lambda number, ids: None
     owner: str = "vllm"
+    name: str = "served"
     say: Callable[[list[int]], str] | None = None
     """Text of the answer; None draws one from the prompt."""
     delay_s: float = 0.0
@@ -116,7 +118,7 @@ class FakeEngine:
         data = await reader.readexactly(int(headers.get("content-length", 0)))
         method, path, _ = first.split()
         if method == "GET":
-            listed = {"data": [{"id": "served", "owned_by": self.owner}]}
+            listed = {"data": [{"id": self.name, "owned_by": self.owner}]}
             return await _send(writer, 200, json.dumps(listed))
         body = json.loads(data)
         if self.keep:
@@ -144,16 +146,22 @@ class FakeEngine:
             await asyncio.sleep(self.delay_s)
         if kind == "slow":
             await asyncio.sleep(0.5)
+        key = self.seen[-1].headers.get("authorization", "") if self.seen else ""
+        if kind == "moved_with_key":
+            place = f"Location: http://elsewhere/v1?key={quote(key.removeprefix('Bearer '))}\r\n"
+            return await _send(writer, 307, "", place)
         if kind in _STATUS:
             status, extra = _STATUS[kind]
-            key = self.seen[-1].headers.get("authorization", "") if self.seen else ""
             return await _send(writer, status, f'{{"error": "told to fail"}}{key}', extra)
         if kind == "drop":
             return False
         if kind == "stall":
             await asyncio.sleep(30)
             return False
-        text = json.dumps(self._object(path, body, ids, kind))
+        whole = self._object(path, body, ids, kind)
+        if kind == "key_as_reason":
+            whole["choices"][0]["finish_reason"] = key
+        text = json.dumps(whole)
         if kind == "bad_json":
             text = text[:-9]
         if kind == "half":

@@ -302,6 +302,58 @@ def test_calls_of_a_chat_answer_are_compared_too(ling: Any, tmp_path: Path) -> N
     assert all(row.retokenized for row in rows)
 
 
+def retokenized(
+    tokenizer: Any, tmp_path: Path, message: dict[str, Any], *, cut: bool = False
+) -> tuple[list[Response], SampleReport]:
+    """One prompt, answered by an engine that returns ``message`` and no ids."""
+    rows, report, _ = sample(
+        tokenizer,
+        tmp_path,
+        [{"id": "x", "messages": [user("q")]}, {"id": "plain", "messages": THREE}],
+        lambda ids: "fine",
+        engine={
+            "gives_ids": False,
+            "fault": lambda n, ids: "length" if cut else None,
+            "first_message": message,
+        },
+        endpoint_api="openai",
+        allow_retokenized=True,
+        regenerate="last",
+    )
+    return rows, report
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_that_the_template_leaves_out_are_no_immediate_end(
+    tokenizer: Any, tmp_path: Path, count: int
+) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    if count == 2:  # only the first is written
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "{{ m['content'] }}",
+            "{{ m['content'] }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}",
+        )
+        assert "tool_calls" in tokenizer.chat_template
+    rows, report = retokenized(tokenizer, tmp_path, {"content": "", "tool_calls": [call] * count})
+    assert ([row.id for row in rows], report.rejects.counts) == (["plain"], {"calls_lost": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "taught"), [("na\ufffd\ufffd", "na"), ("\ufffdna", "\ufffdna"), ("\ufffd", None)]
+)
+def test_half_a_character_at_a_cut_is_not_taught(
+    tokenizer: Any, tmp_path: Path, text: str, taught: str | None
+) -> None:
+    rows, report = retokenized(tokenizer, tmp_path, {"content": text}, cut=True)
+    by_id = {row.id: row for row in rows}
+    if taught is None:
+        assert report.rejects.counts == {"no_answer": 1}
+        assert set(by_id) == {"plain"}
+    else:
+        assert [tokenizer.decode(span) for span in spans(by_id["x"])] == [taught]
+        assert by_id["x"].messages[-1]["content"] == taught
+
+
 def test_calls_are_read_in_both_forms() -> None:
     typed = 'Let me.\n<tool_call>\n{"name": "add", "arguments": {"b": 3, "a": 2}}\n</tool_call>'
     for text, head in ((typed, "Let me."), (MADE.removeprefix("</think>"), "")):

@@ -220,12 +220,15 @@ def test_auto_asks_the_server_what_it_is(target: Remote, tokenizer: Any, tmp_pat
     for owner, path in (
         ("vllm", "/v1/completions"),
         ("sglang", "/generate"),
+        ("dspark", "/v1/completions"),
         ("someone", "/v1/chat/completions"),
     ):
         with FakeEngine(tokenizer, owner=owner) as engine:
             out = tmp_path / f"{owner}.jsonl"
             sample_endpoint(target, tokenizer, prompts(2), settings(engine), out)
             assert {one.path for one in engine.seen} == {path}
+            kind = {"someone": "openai"}.get(owner, owner)
+            assert read_back(out)["p0"].engine == f"{kind}:served"
             other = settings(engine, model="other")
             with pytest.raises(ConfigError, match=r"'other' is not served.*served"):
                 sample_endpoint(target, tokenizer, prompts(2), other, tmp_path / "o.jsonl")
@@ -408,6 +411,28 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
     assert "s3cret" not in written + chosen.model_dump_json()
 
 
+@pytest.mark.parametrize("kind", ["moved_with_key", "key_as_reason", "key_as_model"])
+def test_a_key_that_the_server_repeats_is_hidden(
+    target: Remote, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    key = "s3cret/+\\"
+    monkeypatch.setenv("MY_KEY", key)
+    name = key if kind == "key_as_model" else "served"
+    told = ""
+    with FakeEngine(tokenizer, fault=lambda n, ids: kind, name=name) as engine:
+        chosen = settings(engine, api_key_env="MY_KEY", max_retries=0)
+        try:
+            report = sample_endpoint(target, tokenizer, prompts(2), chosen, tmp_path / "r.jsonl")
+            told += json.dumps(report.to_dict())
+            other = settings(engine, api_key_env="MY_KEY", model="other")
+            sample_endpoint(target, tokenizer, prompts(2), other, tmp_path / "s.jsonl")
+        except ConfigError as error:
+            told += str(error)
+    written = told + "".join(one.read_text() for one in tmp_path.iterdir())
+    assert "***" in written
+    assert "s3cret" not in written
+
+
 def test_prompts_are_taken_as_answers_come(target: Remote, tokenizer: Any, tmp_path: Path) -> None:
     taken = 0
     with FakeEngine(tokenizer, delay_s=0.005) as engine:
@@ -457,8 +482,18 @@ def test_the_outline_of_a_target_is_the_targets(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({"endpoint": "host:30000"}, "must be a URL"),
-        ({"endpoint": "http://me:key@host/v1"}, "must hold no key"),
-        ({"api_key_env": "sk-12345"}, "name of an environment variable"),
+        ({"endpoint": "http://me:s3cret@host/v1"}, "must hold no key"),
+        ({"endpoint": "me:s3cret@host/v1"}, "must hold no key"),
+        ({"endpoint": "http://host/v1?key=s3cret"}, "must hold no key"),
+        ({"endpoint": ["http://host/v1?key=s3cret"]}, "endpoint: input should be a valid string$"),
+        ({"api_key_env": "sk-s3cret"}, "name of an environment variable"),
+        ({"endpoint": "http://127.0.0.1:99999/v1"}, "a port of 1 to 65535.*:99999"),
+        ({"endpoint": "http://host:0/v1"}, "a port of 1 to 65535"),
+        ({"endpoint": "http://host:/v1"}, "a port of 1 to 65535"),
+        ({"endpoint": "http://host:1/v1/completions/"}, "up to /v1, .*: http://host:1/v1, got"),
+        ({"endpoint": "http://host:1/v1/chat/completions"}, "up to /v1, .*: http://host:1/v1, got"),
+        ({"endpoint": "http://host:1/generate"}, "up to /v1, .*: http://host:1/v1, got"),
+        ({"out": "rows.jsonl.gz"}, "sample.out: .*plain lines.*got 'rows.jsonl.gz'"),
         ({"endpoint_api": "tgi"}, "endpoint_api"),
         ({"concurrency": 0}, "concurrency"),
         ({"request_timeout_s": 0}, "request_timeout_s"),
@@ -468,8 +503,9 @@ def test_the_outline_of_a_target_is_the_targets(tmp_path: Path) -> None:
 def test_wrong_settings_end_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
     from dspark.config_io import load
 
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence) as told:
         load(None, [f"sample.{key}={json.dumps(value)}" for key, value in changes.items()])
+    assert "s3cret" not in str(told.value)
 
 
 def test_regenerating_all_needs_an_endpoint(tokenizer: Any, tmp_path: Path) -> None:
@@ -506,6 +542,7 @@ def test_the_command_asks_the_endpoint_and_tells_of_failures(
         assert report["errors"] == {"refused": 1}
         assert (report["written"], report["rows"]["read"]) == (4, 5)
         assert f"1 rows were not answered (refused 1), see {errors_file(out)}" in stderr
+        assert "the first refused: 400 told to fail" in stderr
         report, stderr = told(0)
         assert "error" not in stderr
         assert (report["written"], report["resumed"], report["errors"]) == (1, 4, {})

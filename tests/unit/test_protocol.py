@@ -48,7 +48,6 @@ def refusal(model: Any, body: Any) -> ApiError:
         ("logit_bias", {"5": 10}),
         ("echo", True),
         ("min_tokens", 3),
-        ("stop_token_ids", [7]),
         ("reasoning_effort", "high"),
         ("store", True),
     ],

@@ -6,7 +6,8 @@ import pytest
 
 from dspark.corpus.chat import template_hash
 from dspark.corpus.rejects import Reason, Rejects
-from dspark.corpus.responses import FORMAT, Response, ResponseWriter, read_responses
+from dspark.corpus.response_file import ResponseWriter
+from dspark.corpus.responses import FORMAT, Response, read_responses
 from dspark.errors import DataError, TargetError
 from dspark.testing import tiny_tokenizer
 
@@ -92,7 +93,7 @@ def test_a_half_written_last_line_is_dropped_on_opening(
     with ResponseWriter(path) as writer:
         writer.write(rows)
     with path.open("ab") as file:
-        file.write(b'{"id": "' + b"h" * size)
+        file.write(b'{"format": "dspark.responses/1", "id": "' + b"h" * size)
     with ResponseWriter(path) as writer:
         writer.write([response(id="next")])
     back, rejects = read(path)
