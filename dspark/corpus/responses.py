@@ -218,6 +218,9 @@ def _tokenised(raw: RawRow, vocab_size: int | None) -> Response:
     known = {name: row[name] for name in _OWN_FIELDS if row.get(name) is not None}
     if not all(isinstance(known.get(name, kind()), kind) for name, kind in _FIELD_TYPES.items()):
         raise RowError(Reason.UNKNOWN_FORMAT, "a field has the wrong type")
+    for name, value in known.items():
+        if isinstance(value, str):  # a lone surrogate can be neither logged nor written
+            known[name] = value.encode("utf-8", "replace").decode()
     known.update(input_ids=ids, loss_mask=list(map(int, mask)))
     known.setdefault("source", raw.source)
     known["id"] = given_id(row) or content_id([{"input_ids": ids}])
