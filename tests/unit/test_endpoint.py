@@ -435,7 +435,7 @@ def test_a_key_that_the_server_repeats_is_hidden(
 
 def test_prompts_are_taken_as_answers_come(target: Remote, tokenizer: Any, tmp_path: Path) -> None:
     taken = 0
-    with FakeEngine(tokenizer, delay_s=0.005) as engine:
+    with FakeEngine(tokenizer, delay_s=0.005, gate=4) as engine:
 
         def lazily() -> Iterator[Prompt]:
             nonlocal taken

@@ -242,6 +242,7 @@ def finish(events: "SimpleQueue[Event]") -> Finished | Failed:
     return event
 
 
+@pytest.mark.slow
 def test_requests_are_served_in_order_and_as_if_alone(pair: tuple[Any, Any], start: Any) -> None:
     engine = start(*pair)
     prompts = [[10 + n, 20, 30, 40 + n] for n in range(4)]

@@ -11,6 +11,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
+@pytest.mark.slow
 def test_who_only_reads_data_loads_no_models_and_no_compiler() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE],

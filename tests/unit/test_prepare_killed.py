@@ -106,6 +106,7 @@ def test_an_empty_directory_gives_way(settings: PrepareSettings, tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES
 
 
+@pytest.mark.slow
 def test_hash_seeds_of_the_process_change_nothing(
     settings: PrepareSettings, tmp_path: Path
 ) -> None:

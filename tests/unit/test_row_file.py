@@ -102,6 +102,7 @@ print(json.dumps([found, len(rows), rows.num_tokens]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident size from /proc")
 def test_twenty_times_the_rows_take_hardly_more_memory(tmp_path: Path) -> None:
     def write(name: str, rows: int) -> str:

@@ -270,6 +270,7 @@ def test_rows_that_cannot_hold_an_anchor_stop_the_run(place: Path, tmp_path: Pat
 # --- what a run leaves behind -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_leaves_checkpoints(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = run(
