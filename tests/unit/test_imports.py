@@ -3,6 +3,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import json, sys
 from dspark.target import load_tokenizer
