@@ -24,6 +24,7 @@ from dspark.corpus.sampling import (
     SampleReport,
     Task,
     assistant_message,
+    fingerprint_for,
     origin_of,
     rows_present,
     sampling_of,
@@ -72,7 +73,7 @@ def sample_responses(
             "process only the last answer of a conversation is sampled; set it to last"
         )
     out = Path(settings.out if out is None else out)
-    origin = origin_of(target, tokenizer, settings)
+    origin = origin_of(target, tokenizer, settings, fingerprint_for(target, out))
     present = rows_present(out, origin, resume)
     report = SampleReport()
     shown = track(prompts, "rendering prompts")
