@@ -28,7 +28,7 @@ def inspect(directory: Path, *, verify: bool) -> dict[str, Any]:
             have none.
 
     Raises:
-        CheckpointError: the manifest is missing or damaged.
+        CheckpointError: the manifest is missing or damaged, or does not fit the shards.
         ConfigError: ``verify`` where all shards are of format 1, which has no checksums.
     """
     manifest = read_manifest(directory)
@@ -60,6 +60,8 @@ def inspect(directory: Path, *, verify: bool) -> dict[str, Any]:
             FeatureStore(directory, partial=True).tables()
         except CheckpointError:
             damaged.append(TABLES)
+    if verify and not damaged:
+        FeatureStore(directory, partial=True).lengths()  # do the tensors fit the header?
     return {
         "format": manifest["format"],
         "complete": manifest["complete"],

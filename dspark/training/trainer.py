@@ -191,7 +191,11 @@ class Trainer:
         self._window, self._missing = None, None
         if (hybrid := hybrid_of(rows)) is not None:
             self._window = open_window(
-                hybrid, config.data.window_bytes, index=accelerator.process_index, count=processes
+                hybrid,
+                config.data.window_bytes,
+                self.target,
+                index=accelerator.process_index,
+                count=processes,
             )
             self._missing = MissingFeatures(hybrid.header.dtype, self._window)
         self.monitor = Monitor(self.draft.block_size, accelerator)

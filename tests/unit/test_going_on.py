@@ -241,3 +241,5 @@ def test_a_manifest_with_wrong_values_is_a_sentence(
     assert inspect_features.is_features(out)
     with pytest.raises(CheckpointError, match=r"is damaged|does not fit|has format None"):
         FeatureStore(out).row(0)
+    with pytest.raises(CheckpointError, match=r"is damaged|does not fit|has format None"):
+        inspect_features.inspect(out, verify=True)
