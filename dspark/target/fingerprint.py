@@ -21,8 +21,9 @@ _PREFIX = "2-"
 _SAMPLES = 256
 """Of a tensor: few enough for the many tensors of a large target, spread over all of it."""
 _FOREIGN = {
-    # names, ids, training and habits: no feature depends on them
-    "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    # names, ids, training, sampling and habits: no feature depends on them
+    "architectures", "do_sample", "max_length", "temperature", "top_k", "top_p",
+    "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
     "finetuning_task", "id2label", "initializer_range", "is_decoder", "label2id", "name_or_path",
     "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "raw",
     "return_dict", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version",
@@ -42,9 +43,10 @@ def of_config(config: Any, model: nn.Module) -> str:
     if dataclasses.is_dataclass(config):
         values = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     else:
-        # what differs from the defaults: a later transformers has more of these
         values = config.to_diff_dict()
-    kept = {k: v for k, v in values.items() if k not in _FOREIGN and not k.startswith("_")}
+    # without what is off: a later transformers has more switches
+    on = {name: value for name, value in values.items() if value not in (None, False)}
+    kept = {k: v for k, v in on.items() if k not in _FOREIGN and not k.startswith("_")}
     limits = [getattr(module, "limit", None) for module in model.modules()]
     kept["limits"] = [float(one) for one in limits if isinstance(one, int | float)]
     text = json.dumps(kept, sort_keys=True, default=_plain)

@@ -96,6 +96,8 @@ def _read(part: Any, table: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     step = max(1, len(table) // _ROWS)
     ours = torch.cat([part[row : row + 1] for row in range(0, len(table), step)])
+    if ours.dtype.itemsize == 1:
+        return None  # quantised: its scales stand elsewhere
     # in the dtype in which the target was computed
     return ours.to(table.dtype), table[::step]
 
