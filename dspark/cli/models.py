@@ -96,11 +96,17 @@ def _inspect_features(path: Path, *, verify: bool, as_json: bool) -> None:
 
     report = inspect_features.inspect(path, verify=verify)
     print_table(str(path), ["", ""], [[name, _shown(value)] for name, value in report.items()])
+    if report["unverified"]:
+        print(
+            f"{len(report['unverified'])} of {report['shards']} shards are of format 1, which has "
+            f"no checksums; these were not checked (first: {report['unverified'][0]})"
+        )
     finish(report, as_json)
     if report["damaged"]:
         raise CheckpointError(
-            f"{len(report['damaged'])} of {report['shards']} shards are damaged: "
-            f"{', '.join(report['damaged'][:5])}; delete them and run the same capture again"
+            f"{len(report['damaged'])} files of {path} are damaged: "
+            f"{', '.join(report['damaged'][:5])}; run the same capture again, which writes them "
+            "anew"
         )
 
 

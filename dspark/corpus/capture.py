@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dspark import provenance
 from dspark.config import CaptureSettings, DataSettings
-from dspark.corpus import head_check, store
+from dspark.corpus import going_on, head_check, store
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, Row
 from dspark.corpus.feature_store import FeatureStore
@@ -80,10 +80,23 @@ def capture(
         layer_ids: 0-based decoder layers whose outputs are the taps.
 
     Raises:
-        ConfigError: the disk is too small, or the directory holds something else.
+        ConfigError: the disk is too small, another run is writing there, or the directory holds
+            something else.
+        CheckpointError: its manifest is damaged or of an unknown format.
         DataError: there is no usable row.
-        RunError: the features of more than 1% of the rows are unusable.
+        RunError: the features of more than 1% of the rows are unusable, or the disk got full.
     """
+    with going_on.writing(Path(settings.out)):
+        return _capture(target, tokenizer, data, settings, layer_ids)
+
+
+def _capture(
+    target: Target,
+    tokenizer: Any,
+    data: DataSettings,
+    settings: CaptureSettings,
+    layer_ids: Sequence[int],
+) -> CaptureReport:
     rows = ResponseRows(data, tokenizer, vocab_size=min(id_limit(tokenizer), target.vocab_size))
     out = Path(settings.out)
     header = Header(
@@ -95,10 +108,18 @@ def capture(
         dtype=settings.dtype,
         template_hash=template_hash(tokenizer),
         max_length=data.max_length,
+        compute_dtype=str(target.dtype).removeprefix("torch."),
     )
+    header = store.check_header(out, header, target.fingerprint_like)
+    store.clear(out)
     plan = list(_plan(rows, header.token_bytes, settings.shard_bytes))
     names = [[_key(rows[i]) for i in part] for part in plan]
-    present = [store.present_shard(out, n, part) for n, part in enumerate(names)]
+    present = []
+    with Bar("checking shards", len(names), shown=(out / store.MANIFEST).exists()) as bar:
+        for number, part in enumerate(names):
+            present.append(store.present_shard(out, number, part))
+            bar.advance(1)
+    going_on.check_plan(out, names, present)
     missing = sum(
         len(rows[i].input_ids)
         for part, found in zip(plan, present, strict=True)

@@ -15,11 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dspark.corpus.shard_file import MappedFile
+from dspark.corpus.manifest import read_manifest
+from dspark.corpus.shard_file import MappedFile, checksum
 from dspark.corpus.storage import STORAGE
-from dspark.corpus.store import FORMATS, MANIFEST, TABLES, Header, Shard, describe, row_key
+from dspark.corpus.store import TABLES, Header, Shard, describe, row_key
 from dspark.errors import CheckpointError, DataError
-from dspark.provenance import read_object
+from dspark.target.fingerprint import comparable, difference
 
 __all__ = ["FeatureStore", "OpenShard", "read_manifest"]
 
@@ -27,34 +28,6 @@ log = logging.getLogger(__name__)
 
 _OPEN_FILES = 64
 _FEATURES = ("taps", "last_hidden", "tap_scales", "last_scales")
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a directory of shards, complete or not.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged or of an unknown format.
-    """
-    if not (directory / MANIFEST).exists():
-        raise CheckpointError(f"data.shards '{directory}' holds no {MANIFEST}: run capture")
-    manifest = read_object(directory / MANIFEST, CheckpointError)
-    if manifest.get("format") not in FORMATS:
-        raise CheckpointError(
-            f"data.shards '{directory}' has format {manifest.get('format')!r}; this version "
-            f"reads {' and '.join(FORMATS)}"
-        )
-    try:
-        header = Header(**manifest["header"])
-        [Shard(**shard) for shard in manifest["shards"]]
-        known = header.dtype in STORAGE and isinstance(manifest["complete"], bool)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"'{directory / MANIFEST}' is damaged ({error})") from None
-    if not known:
-        raise CheckpointError(
-            f"data.shards '{directory}' has dtype {header.dtype}; this version reads "
-            f"{', '.join(STORAGE)}"
-        )
-    return manifest
 
 
 @dataclass(frozen=True)
@@ -124,6 +97,7 @@ class FeatureStore:
         self.header = Header(**manifest["header"])
         self.check_ids: dict[str, Any] | None = manifest.get("check")
         """What `head_check.expected` found; None where the directory does not tell."""
+        self._tables: dict[str, Any] | None = manifest.get("tables")
         if partial:
             self._shards = list(_present(directory))
         else:
@@ -151,9 +125,12 @@ class FeatureStore:
         for name, value in expected.items():
             found = getattr(self.header, name)
             if value is not None and found != value:
+                more = ""
+                if name == "target_fingerprint" and comparable(found, value):
+                    more = f" (another {difference(found, value)})"
                 raise DataError(
                     f"data.shards '{self._directory}' was captured with {name} {found}, this run "
-                    f"has {value}; capture again"
+                    f"has {value}{more}; capture again"
                 )
 
     def row(self, index: int) -> tuple[str, dict[str, Tensor]]:
@@ -188,11 +165,19 @@ class FeatureStore:
         """The target's `head` and so on; None in a directory that was written without them.
 
         Raises:
-            CheckpointError: the file is damaged.
+            CheckpointError: the file is damaged, or missing although the manifest tells of it.
         """
         path = self._directory / TABLES
+        told = self._tables
         if not path.exists():
-            return None
+            if told is None:
+                return None
+            raise CheckpointError(f"'{path}' is missing: run the same capture again")
+        if told is not None and checksum(path) != told["crc32"]:
+            raise CheckpointError(
+                f"'{path}' is damaged or another target's: its checksum is not that of the "
+                "manifest; run the same capture again"
+            )
         try:
             return load_file(path)
         except (OSError, SafetensorError) as error:
@@ -213,11 +198,38 @@ class FeatureStore:
             size = path.stat().st_size if path.exists() else None
             if size != shard.bytes:
                 state = "is missing" if size is None else f"has {size} bytes of {shard.bytes}"
-                raise CheckpointError(f"feature shard '{path}' {state}: run capture again")
+                raise CheckpointError(f"feature shard '{path}' {state}: run the same capture again")
+
+    def _check_shape(self, opened: OpenShard) -> None:
+        storage, header = STORAGE[self.header.dtype], self.header
+        width = header.hidden_size
+        wanted = {
+            "taps": (width * len(header.layer_ids), storage.taps),
+            "last_hidden": (width, storage.last_hidden),
+        }
+        for name, (columns, dtype) in wanted.items():
+            held = opened.file.tensors.get(name)
+            # a shard whose rows were all left out has none
+            if held is None and not opened.ids:
+                continue
+            if held is None or held.shape[1:] != (columns,) or held.dtype != dtype:
+                found = "missing" if held is None else f"{list(held.shape)} {held.dtype}"
+                raise CheckpointError(
+                    f"feature shard '{opened.file.path}' does not fit the manifest: its {name} is "
+                    f"{found}, the manifest says [tokens, {columns}] {dtype}; capture again"
+                )
 
     def _open_shard(self, shard: int) -> OpenShard:
         told = self._shards[shard]
-        opened = OpenShard.open(self._directory / told.file, told.bytes)
+        try:
+            opened = OpenShard.open(self._directory / told.file, told.bytes)
+        except CheckpointError as error:
+            if self.partial or "capture again" in str(error):
+                raise
+            raise CheckpointError(
+                f"{error}; run the same capture again, which writes damaged shards anew"
+            ) from error
+        self._check_shape(opened)
         if len(opened.ids) != told.rows:
             raise CheckpointError(
                 f"feature shard '{opened.file.path}' cannot be read: it holds {len(opened.ids)} "

@@ -28,6 +28,9 @@ Measured agreement is in benchmarks/feature_storage_cpu_202611.md."""
 _ROWS, _TOKENS = 2, 128  # what capture's check looks at
 _KEPT = 16  # arg-max ids in the manifest
 _LEAST_KEPT = 0.75
+_MOST_OFF = 0.3
+"""Mean distance of a tap from that of its row alone, as a share of its length: rounding and another
+order of sums stay far below, another row's is above 1."""
 
 
 @torch.no_grad()
@@ -41,7 +44,7 @@ def check_capture(
         1 - TV, which also sees states that are too large or too small.
 
     Raises:
-        TargetError: either is below `LEAST`.
+        TargetError: either is below `LEAST`, or the taps are not those of each row alone.
     """
     chosen = [Row(row.id, row.input_ids[:_TOKENS], row.loss_mask[:_TOKENS]) for row in rows[:_ROWS]]
     features = target.features(collate(chosen).input_ids, layer_ids)
@@ -53,6 +56,7 @@ def check_capture(
     for place, row in enumerate(chosen):
         if not usable[place]:
             continue  # a row that capture will name
+        _check_taps(target, row, features.taps[place, : len(row.input_ids)], layer_ids)
         ours = target.logits(states[place, : len(row.input_ids)]).float()
         theirs = target.own_logits(row.input_ids).float()
         same.append(ours.argmax(-1) == theirs.argmax(-1))
@@ -68,6 +72,26 @@ def check_capture(
             "not the states behind the final norm, and nothing should be trained on them"
         )
     return agreement, shared
+
+
+def _check_taps(
+    target: Target,
+    row: Row,
+    taps: Tensor,  # [S, F*D], of a padded batch
+    layer_ids: Sequence[int],
+) -> None:
+    alone = target.features(row.input_ids[None], layer_ids).taps[0]
+    width = alone.shape[-1] // max(1, len(layer_ids))
+    ours, theirs = (one.float().view(len(one), -1, width) for one in (taps, alone))
+    # of each token: a few have states so long that they alone would decide
+    off = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-6)
+    for layer, share in zip(layer_ids, off.clamp(max=2).mean(0).tolist(), strict=True):
+        if not share <= _MOST_OFF:
+            raise TargetError(
+                f"target '{target.name}': in a padded batch of rows, layer {layer} of row "
+                f"'{row.id}' is off by {share:.0%} from that of the row alone ({_MOST_OFF:.0%} is "
+                "the most): rows or padding are mixed up, and nothing should be trained on them"
+            )
 
 
 def expected(store: FeatureStore, logits: Callable[[Tensor], Tensor]) -> dict[str, Any]:

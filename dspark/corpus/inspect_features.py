@@ -4,22 +4,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dspark.corpus.feature_store import read_manifest
+from dspark.corpus.feature_store import FeatureStore
+from dspark.corpus.manifest import MANIFEST, Header, Shard, read_manifest
 from dspark.corpus.shard_file import checksum
-from dspark.corpus.store import MANIFEST, QUARANTINE, Header, Shard, bad_rows, describe
+from dspark.corpus.store import QUARANTINE, TABLES, bad_rows, describe
 from dspark.errors import CheckpointError, ConfigError
 from dspark.progress import Bar
-from dspark.provenance import read_object
 
 __all__ = ["inspect", "is_features"]
 
 
 def is_features(path: Path) -> bool:
     """Does ``path`` look like a directory of shards, of whatever version?"""
-    manifest = path / MANIFEST
-    if not manifest.is_file():
-        return False
-    return str(read_object(manifest, CheckpointError).get("format")).startswith("dspark.features/")
+    return (path / MANIFEST).is_file() and not (path / "config.json").exists()
 
 
 def inspect(directory: Path, *, verify: bool) -> dict[str, Any]:
@@ -27,11 +24,12 @@ def inspect(directory: Path, *, verify: bool) -> dict[str, Any]:
 
     Args:
         verify: read every byte of every shard and compare the checksums; `damaged` names those
-            that are missing or differ.
+            that are missing or differ, the target's tables among them, `unverified` those that
+            have none.
 
     Raises:
-        CheckpointError: the manifest is missing or damaged.
-        ConfigError: ``verify`` of shards of format 1, which have no checksums.
+        CheckpointError: the manifest is missing or damaged, or does not fit the shards.
+        ConfigError: ``verify`` where all shards are of format 1, which has no checksums.
     """
     manifest = read_manifest(directory)
     header = Header(**manifest["header"])
@@ -40,7 +38,7 @@ def inspect(directory: Path, *, verify: bool) -> dict[str, Any]:
     if not manifest["complete"]:
         shards = _found(directory, damaged)
     without = [shard.file for shard in shards if shard.crc32 is None]
-    if verify and without:
+    if verify and without and len(without) == len(shards):
         raise ConfigError(
             f"--verify: {len(without)} of {len(shards)} shards of {directory} are of format 1, "
             f"which has no checksums (first: {without[0]})"
@@ -49,13 +47,21 @@ def inspect(directory: Path, *, verify: bool) -> dict[str, Any]:
     with Bar("verifying", len(shards), shown=verify) as bar:
         for shard in shards:
             try:
-                if verify and checksum(directory / shard.file) != shard.crc32:
+                told = shard.crc32 if verify else None
+                if told is not None and checksum(directory / shard.file) != told:
                     damaged.append(shard.file)
                 else:
                     reasons.update(row.reason for row in bad_rows(directory, shard))
             except CheckpointError:
                 damaged.append(shard.file)
             bar.advance(1)
+    if verify and manifest.get("tables"):
+        try:
+            FeatureStore(directory, partial=True).tables()
+        except CheckpointError:
+            damaged.append(TABLES)
+    if verify and not damaged:
+        FeatureStore(directory, partial=True).lengths()  # do the tensors fit the header?
     return {
         "format": manifest["format"],
         "complete": manifest["complete"],
@@ -69,6 +75,7 @@ def inspect(directory: Path, *, verify: bool) -> dict[str, Any]:
         "versions": manifest.get("versions", {}),
         QUARANTINE: dict(reasons),
         "verified": verify,
+        "unverified": without if verify else [],
         "damaged": damaged,
     }
 

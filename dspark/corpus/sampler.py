@@ -25,6 +25,7 @@ from dspark.corpus.sampling import (
     SampleReport,
     Task,
     assistant_message,
+    fingerprint_for,
     origin_of,
     rows_present,
     sampling_of,
@@ -73,9 +74,9 @@ def sample_responses(
             "process only the last answer of a conversation is sampled; set it to last"
         )
     out = Path(settings.out if out is None else out)
-    origin = origin_of(target, tokenizer, settings)
     report = SampleReport()
     with ResponseWriter(out) as writer:
+        origin = origin_of(target, tokenizer, settings, fingerprint_for(target, out))
         present = rows_present(out, origin, resume)
         shown = track(prompts, "rendering prompts")
         tasks = list(tasks_of(target, tokenizer, shown, settings, present, report))

@@ -22,6 +22,7 @@ from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.corpus.responses import FORMAT, row_key
 from dspark.corpus.row_names import RowNames
 from dspark.errors import ConfigError
+from dspark.target import Target
 
 __all__ = [
     "Asked",
@@ -30,6 +31,7 @@ __all__ = [
     "Task",
     "assistant_message",
     "choose",
+    "fingerprint_for",
     "origin_of",
     "prompt_ids",
     "rows_present",
@@ -247,13 +249,16 @@ def choose(settings: SampleSettings, name: str, sample: int) -> int:
     return len(options) - 1
 
 
-def origin_of(target: Asked, tokenizer: Any, settings: SampleSettings) -> Origin:
-    """What rows must share to stand in one file.
+def origin_of(
+    target: Asked, tokenizer: Any, settings: SampleSettings, fingerprint: str | None = None
+) -> Origin:
+    """What rows must share to stand in one file; ``fingerprint`` is the target's if not its own.
 
     Where nobody has seen the weights, the target's name and revision and the name it is served
     under take the place of its fingerprint; such rows and in-process ones are kept in two files.
     """
-    fingerprint, template = target.fingerprint(), template_hash(tokenizer)
+    fingerprint = fingerprint or target.fingerprint()
+    template = template_hash(tokenizer)
     value: dict[str, Any] = {
         "settings": [option.model_dump() for option in settings.settings],
         "max_new_tokens": settings.max_new_tokens,
@@ -273,6 +278,16 @@ def origin_of(target: Asked, tokenizer: Any, settings: SampleSettings) -> Origin
         "template_hash": template,
         "settings_hash": digest,
     }
+
+
+def fingerprint_for(target: Target, out: Path) -> str:
+    """The target's fingerprint, of the version that the rows in ``out`` have if there are any."""
+    try:
+        with out.open(encoding="utf-8") as file:
+            stored = json.loads(file.readline())["target_fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        stored = None
+    return target.fingerprint_like(stored) if isinstance(stored, str) else target.fingerprint()
 
 
 def rows_present(out: Path, origin: Origin, resume: bool) -> set[tuple[str, int]]:

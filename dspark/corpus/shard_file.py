@@ -157,7 +157,7 @@ class MappedFile:
 
 
 def _cut(path: Path, held: int, wanted: int) -> str:
-    return f"feature shard '{path}' has {held} bytes of {wanted}: run capture again"
+    return f"feature shard '{path}' has {held} bytes of {wanted}: run the same capture again"
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointError:

@@ -13,8 +13,10 @@ read. Reading: `corpus.feature_store`.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,13 @@ from torch import Tensor
 
 import dspark
 from dspark import provenance
-from dspark.corpus.shard_file import MappedFile, write_file
+from dspark.corpus.manifest import FORMAT, FORMATS, MANIFEST, Header, Shard, read_manifest
+from dspark.corpus.shard_file import MappedFile, checksum, write_file
 from dspark.corpus.storage import row_bytes
 from dspark.corpus.unusable import BadRow
 from dspark.errors import CheckpointError, ConfigError
-from dspark.provenance import read_object, save_tensors, temporary_name, write_json
+from dspark.provenance import LOCK, temporary_name, write_json
+from dspark.target.fingerprint import comparable, difference
 
 __all__ = [
     "FORMAT",
@@ -40,8 +44,11 @@ __all__ = [
     "Shard",
     "ShardRow",
     "bad_rows",
+    "check_header",
+    "clear",
     "describe",
     "finish",
+    "is_planned",
     "present_shard",
     "row_bytes",
     "row_key",
@@ -51,29 +58,10 @@ __all__ = [
     "write_shard",
 ]
 
-FORMAT = "dspark.features/2"
-FORMATS = ("dspark.features/1", FORMAT)
-MANIFEST = "manifest.json"
+log = logging.getLogger(__name__)
+
 TABLES = "target.safetensors"
 QUARANTINE = "quarantine.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """What features depend on; a reader refuses any other."""
-
-    target: str
-    target_revision: str | None
-    target_fingerprint: str
-    layer_ids: list[int]
-    hidden_size: int
-    dtype: str
-    template_hash: str
-    max_length: int
-
-    @property
-    def token_bytes(self) -> int:
-        return row_bytes(1, self.hidden_size, len(self.layer_ids), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -93,44 +81,70 @@ class ShardRow:
         return row_key(self.id, self.input_ids, self.loss_mask)
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A complete shard, as the manifest lists it."""
-
-    file: str
-    rows: int
-    tokens: int
-    bytes: int
-    skipped: list[str]
-    """Ids of rows whose features were unusable."""
-    crc32: str | None = None
-    """Of the file (`shard_file.checksum`); None in format 1."""
-
-
 def row_key(row_id: str, input_ids: Tensor, loss_mask: Tensor) -> str:
     """What makes a row this one: its id, and a hash of its ids [S] int64 and mask [S] bool."""
     digest = hashlib.sha256(input_ids.numpy().tobytes() + loss_mask.numpy().tobytes())
     return f"{row_id} {digest.hexdigest()[:16]}"
 
 
+def check_header(
+    directory: Path, header: Header, like: Callable[[str], str] | None = None
+) -> Header:
+    """May features with ``header`` go to ``directory``, which is new or to be gone on with?
+
+    Args:
+        like: `Target.fingerprint_like`, for directories that an earlier version began.
+
+    Returns:
+        The header to go on with: what an earlier version knew of it stays as it was.
+
+    Raises:
+        ConfigError: it holds features of something else, or other files.
+        CheckpointError: its manifest is damaged or of an unknown format.
+    """
+    if not (directory / MANIFEST).exists():
+        if directory.exists() and not all(_own(path) for path in directory.iterdir()):
+            raise ConfigError(f"capture.out '{directory}' is not empty and holds no features")
+        return header
+    found = Header(**read_manifest(directory, "capture.out")["header"])
+    if like is not None and not comparable(found.target_fingerprint, header.target_fingerprint):
+        header = replace(header, target_fingerprint=like(found.target_fingerprint))
+    if found.compute_dtype is None:
+        header = replace(header, compute_dtype=None)
+    for name, ours in asdict(header).items():
+        theirs = getattr(found, name)
+        if theirs != ours:
+            more = ""
+            if name == "target_fingerprint":
+                more = f" (another {difference(theirs, ours)})"
+            raise ConfigError(
+                f"capture.out '{directory}' holds features with {name} {theirs}, this run has "
+                f"{ours}{more}; choose another directory"
+            )
+    return header
+
+
 def start(directory: Path, header: Header) -> None:
     """Claim ``directory`` for ``header``, new or to go on with.
 
     Raises:
-        ConfigError: it holds features of something else, or other files.
+        ConfigError, CheckpointError: as `check_header`.
     """
-    manifest = directory / MANIFEST
-    if manifest.exists():
-        found = read_object(manifest, CheckpointError).get("header", {})
-        for name, ours in asdict(header).items():
-            if found.get(name) != ours:
-                raise ConfigError(
-                    f"capture.out '{directory}' holds features with {name} {found.get(name)}, this "
-                    f"run has {ours}; choose another directory"
-                )
-    elif directory.exists() and any(directory.iterdir()):
-        raise ConfigError(f"capture.out '{directory}' is not empty and holds no features")
-    _write_manifest(directory, header, [], complete=False)
+    _write_manifest(directory, check_header(directory, header), [], complete=False)
+
+
+def clear(directory: Path) -> None:
+    """Remove what killed runs were writing; only for who has claimed the directory."""
+    for path in directory.glob(".*.tmp"):
+        if _own(path):
+            path.unlink(missing_ok=True)
+
+
+def _own(path: Path) -> bool:
+    """Is this a lock, or a file that a killed capture was writing?"""
+    names = rf"{re.escape(MANIFEST)}|shard-\d+\.safetensors|{re.escape(TABLES)}"
+    names = rf"{names}|{re.escape(QUARANTINE)}|provenance\.json"
+    return path.name == LOCK or bool(re.fullmatch(rf"\.({names})\.\d+\.tmp", path.name))
 
 
 def write_shard(
@@ -152,14 +166,29 @@ def save_row(path: Path, row: ShardRow, **metadata: str) -> None:
 
 
 def present_shard(directory: Path, index: int, plan: Sequence[str]) -> Shard | None:
-    """The shard of an earlier run if it was written for the same plan, else None."""
+    """The shard of an earlier run if it was written for the same plan, else None.
+
+    It is read whole, and its checksum compared: a damaged one counts as missing.
+    """
     path = directory / _name(index)
     try:
         if MappedFile(path).metadata.get("plan") != _plan_hash(plan):
             return None
-        return describe(path)
+        shard = describe(path)
+        if shard.crc32 is not None and checksum(path) != shard.crc32:
+            log.warning("feature shard '%s' is damaged: it is written again", path)
+            return None
+        return shard
     except CheckpointError:
         return None
+
+
+def is_planned(path: Path, plan: Sequence[str]) -> bool:
+    """Was this file, whole or damaged, written for these row keys?"""
+    try:
+        return MappedFile(path).metadata.get("plan") == _plan_hash(plan)
+    except CheckpointError:
+        return False
 
 
 def describe(path: Path) -> Shard:
@@ -203,16 +232,19 @@ def finish(
 ) -> None:
     """Mark the directory complete, with the target's ``tables`` (`target.front.tables`) in it.
 
-    ``check`` is what `head_check.expected` found. What earlier runs left behind is removed.
+    ``check`` is what `head_check.expected` found. Shards that are not listed are removed.
     """
+    told = None
     if tables is not None:
-        with temporary_name(directory / TABLES) as aside:
-            save_tensors({name: one.cpu().contiguous() for name, one in tables.items()}, aside)
+        path = directory / TABLES
+        with temporary_name(path) as aside:
+            crc = write_file(aside, {k: [one.cpu()] for k, one in tables.items()}, {"format": "pt"})
+        told = {"bytes": path.stat().st_size, "crc32": crc}
     listed = {shard.file for shard in shards}
-    for path in [*directory.glob("shard-*.safetensors"), *directory.glob(".shard-*.tmp")]:
+    for path in directory.glob("shard-*.safetensors"):
         if path.name not in listed:
             path.unlink()
-    _write_manifest(directory, header, shards, complete=True, check=check)
+    _write_manifest(directory, header, shards, complete=True, check=check, tables=told)
 
 
 def _save(path: Path, rows: Sequence[ShardRow], **metadata: str) -> None:
@@ -257,6 +289,7 @@ def _write_manifest(
     *,
     complete: bool,
     check: Mapping[str, Any] | None = None,
+    tables: Mapping[str, Any] | None = None,
 ) -> None:
     manifest = {
         "format": FORMAT,
@@ -267,6 +300,7 @@ def _write_manifest(
         "tokens": sum(shard.tokens for shard in shards),
         "bytes": sum(shard.bytes for shard in shards),
         "check": check,
+        "tables": tables,
         "shards": [asdict(shard) for shard in shards],
     }
     write_json(directory / MANIFEST, manifest)

@@ -26,9 +26,10 @@ class BadRow:
     reason: str
     """nan, inf or all zero; empty where shards of format 1 do not tell."""
     state: str = ""
-    """layer N, or final: the first that is wrong, at the first such position."""
+    """layer N, or final: the first of the taps that is wrong anywhere."""
     position: int | None = None
-    """Token of the row; None where a state is zero throughout."""
+    """First token of the row that is wrong there; None where a state is zero throughout. What one
+    token spoils is all over the row one layer later, since attention adds up zeros times NaN."""
 
 
 def diagnose(
@@ -41,9 +42,10 @@ def diagnose(
     taps = features.taps.view(len(features.taps), -1, hidden_size)
     states = torch.cat([taps, features.last_hidden[:, None]], dim=1)  # [S, F + 1, D]
     names = [*(f"layer {layer}" for layer in layer_ids), "final"]
-    broken = (~states.isfinite()).any(-1).nonzero().tolist()  # by position, then by state
+    # by state, then by position: the state nearest to the embedding is the least spread
+    broken = (~states.isfinite()).any(-1).T.nonzero().tolist()
     if broken:
-        position, number = broken[0]
+        number, position = broken[0]
         reason = "nan" if bool(states[position, number].isnan().any()) else "inf"
         return BadRow(row_id, reason, names[number], position)
     empty = (states == 0).all(-1).all(0).nonzero().flatten().tolist()
@@ -72,5 +74,5 @@ class Unusable:
             raise RunError(
                 f"{len(self.ids)} of {self._num_rows} rows have features with NaN, Inf or only "
                 f"zeros (first: {', '.join(self.ids[:5])}); check the target and its dtype "
-                f"{self._dtype}"
+                f"{self._dtype}, and shards with `dspark inspect DIR --verify`"
             )

@@ -47,8 +47,10 @@ def warn_of_another_target(path: str | Path, fingerprint: object, target: Target
 
     Not refused: weights rounded to another dtype have another fingerprint too.
     """
-    ours = target.fingerprint()
-    if isinstance(fingerprint, str) and fingerprint != ours:
+    if not isinstance(fingerprint, str):
+        return
+    ours = target.fingerprint_like(fingerprint)
+    if fingerprint != ours:
         log.warning(
             "%s was made for a target with the fingerprint %s, and '%s' has %s: if these are other "
             "weights, fewer drafted tokens will be accepted",

@@ -8,7 +8,6 @@ hands to it.
 Symbols: B batch, S positions, T verify rows, D hidden, F tapped layers, V vocabulary.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from dspark.errors import TargetError
 from dspark.kernels.packed_linear import pack_linears
+from dspark.target import fingerprint
 from dspark.target.rows import padded_rows
 
 __all__ = ["PREFILL_ROWS", "Cache", "Features", "Rows", "Target", "check_layer_ids", "join_taps"]
@@ -207,12 +207,15 @@ class Target(ABC):
         cache.commit(rows)
 
     def fingerprint(self) -> str:
-        """16 hex digits that tie features and drafts to these weights."""
-        digest = hashlib.sha256()
-        for name, parameter in sorted(self.model.named_parameters()):
-            digest.update(f"{name}{tuple(parameter.shape)}".encode())
-            digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """What ties features and drafts to this target: `target.fingerprint`."""
+        return fingerprint.of(self.config, self.model)
+
+    def fingerprint_like(self, stored: str) -> str:
+        """Of the version that ``stored`` is of, to be compared with it."""
+        mine = self.fingerprint()
+        if fingerprint.comparable(mine, stored):
+            return mine
+        return fingerprint.of_version_1(self.model)
 
 
 def check_layer_ids(layer_ids: Iterable[int], num_layers: int) -> None:

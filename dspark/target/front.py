@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dspark.target.base import Features, Target
+from dspark.target.fingerprint import comparable, of_version_1
 from dspark.target.hf import HFTarget, logit_transform
 
 __all__ = ["Facts", "Front", "tables"]
@@ -28,10 +29,13 @@ class Facts:
     eos_ids: frozenset[int]
     architecture: str
     fingerprint: str
+    old_fingerprint: str | None = None
+    """As earlier versions wrote it, where there are weights to tell."""
 
     @classmethod
     def of(cls, target: Target, fingerprint: str | None = None) -> "Facts":
         """Of a whole target; of an outline, which has no values, with its ``fingerprint``."""
+        whole = fingerprint is None
         return cls(
             target.name,
             target.revision,
@@ -39,6 +43,7 @@ class Facts:
             target.eos_ids,
             target.architecture,
             target.fingerprint() if fingerprint is None else fingerprint,
+            of_version_1(target.model) if whole else None,
         )
 
 
@@ -79,6 +84,11 @@ class Front(Target):
 
     def fingerprint(self) -> str:
         return self._facts.fingerprint
+
+    def fingerprint_like(self, stored: str) -> str:
+        """``stored`` itself where no weights are there to tell one of its version."""
+        mine = self.fingerprint()
+        return mine if comparable(mine, stored) else self._facts.old_fingerprint or stored
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] behind the final norm -> [..., V]."""

@@ -7,6 +7,7 @@ the target.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dspark.corpus.hybrid import HybridRows
 from dspark.corpus.rolling import RollingWindow
@@ -21,11 +22,21 @@ __all__ = ["MissingFeatures", "open_window"]
 _STORED = ("taps", "last_hidden", "tap_scales", "last_scales")
 
 
-def open_window(rows: HybridRows, window_bytes: int, *, index: int, count: int) -> RollingWindow:
-    """The window beside the shards, with this process's share of its bytes."""
+def open_window(
+    rows: HybridRows, window_bytes: int, target: Target, *, index: int, count: int
+) -> RollingWindow:
+    """The window beside the shards, with this process's share of its bytes.
+
+    Its rows are those that ``target`` computed, whatever the shards tell of theirs.
+    """
     directory = rows.directory.with_name(f"{rows.directory.name}-window")
     share = window_bytes // count
-    window = RollingWindow(directory, rows.header, share, index=index, count=count)
+    header = replace(
+        rows.header,
+        target_fingerprint=target.fingerprint(),
+        compute_dtype=str(target.dtype).removeprefix("torch."),
+    )
+    window = RollingWindow(directory, header, share, index=index, count=count)
     rows.use(window)
     return window
 

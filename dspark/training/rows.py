@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from dspark.config import Config
 from dspark.corpus import head_check
 from dspark.corpus.chat import template_hash
@@ -125,7 +127,9 @@ def check_features(
     generate = config.data.on_missing == "generate"
     store = FeatureStore(Path(config.data.shards), partial=generate)
     store.check(
-        target_fingerprint=target.fingerprint(),
+        target_fingerprint=target.fingerprint_like(store.header.target_fingerprint),
+        # what is computed here stands beside what was computed there
+        compute_dtype=_name(target.dtype) if generate and store.header.compute_dtype else None,
         layer_ids=list(layer_ids),
         template_hash=template_hash(tokenizer) if tokenizer.chat_template else None,
     )
@@ -140,7 +144,13 @@ def check_fit(rows: TrainingRows, target: Target) -> None:
             checked when they were written) is longer than its positions, or nowhere do two
             supervised tokens follow each other.
     """
-    largest = max(rows.used_ids())
+    used = rows.used_ids()
+    largest, smallest = max(used), min(used)
+    if smallest < 0:
+        raise DataError(
+            f"the data holds token id {smallest}, which is none: it is damaged; look at shards "
+            "with `dspark inspect DIR --verify`, and run the same capture again"
+        )
     if largest >= target.vocab_size:
         raise DataError(
             f"the data holds token id {largest} but target '{target.name}' has {target.vocab_size} "
@@ -184,3 +194,7 @@ def identity(rows: TrainingRows) -> dict[str, Any]:
         digest.update(row.input_ids.numpy().tobytes())
         digest.update(row.loss_mask.numpy().tobytes())
     return {"data rows": len(rows), "data digest": digest.hexdigest()[:16]}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from dspark.corpus.feature_store import FeatureStore
 from dspark.errors import DataError
 from dspark.target import Target, load, outline
 from dspark.target.front import Facts, Front
+from dspark.training.own_tables import check_own
 from dspark.training.split.pool import TargetPool
 
 __all__ = ["open_target", "reads_tables"]
@@ -32,7 +33,7 @@ def open_target(config: Config, device: torch.device, pool: TargetPool | None) -
     Raises:
         TargetError: it cannot be found or loaded.
         CheckpointError: what the shards keep of it is damaged.
-        DataError: that does not fit its config.
+        DataError: that does not fit its config, or the model at `target.path` is another.
     """
     if pool is not None:
         return pool.start()
@@ -49,8 +50,10 @@ def open_target(config: Config, device: torch.device, pool: TargetPool | None) -
                     f"{list(tables['head'].shape)}, but target '{config.target.path}' has "
                     f"{list(shape)}: they were captured from another target"
                 )
+            fingerprint = store.header.target_fingerprint
+            check_own(config.target, whole, tables, fingerprint, config.data.shards)
             dtype = None if config.target.dtype == "auto" else whole.dtype
-            facts = Facts.of(whole, store.header.target_fingerprint)
+            facts = Facts.of(whole, fingerprint)
             log.info("no layer of the target is needed: head and embedding come with the shards")
             return Front(facts, {name: one.to(device, dtype) for name, one in tables.items()})
     return load(config.target, device="cpu" if device.type == "cpu" else str(device))

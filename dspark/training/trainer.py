@@ -131,8 +131,10 @@ class Trainer:
         )
         layer_ids = tuple(draft_config.target_layer_ids or ())
         check_features(config, self.target, layer_ids, tokenizer)
+        then = saved.state.structure.get("target") if saved else None
         self.structure = {
-            "target": self.target.fingerprint(),
+            # a run of an earlier version goes on under the fingerprint that it knows
+            "target": self.target.fingerprint_like(str(then or self.target.fingerprint())),
             **changes.structure(
                 config,
                 rows=identity(rows),
@@ -189,7 +191,11 @@ class Trainer:
         self._window, self._missing = None, None
         if (hybrid := hybrid_of(rows)) is not None:
             self._window = open_window(
-                hybrid, config.data.window_bytes, index=accelerator.process_index, count=processes
+                hybrid,
+                config.data.window_bytes,
+                self.target,
+                index=accelerator.process_index,
+                count=processes,
             )
             self._missing = MissingFeatures(hybrid.header.dtype, self._window)
         self.monitor = Monitor(self.draft.block_size, accelerator)

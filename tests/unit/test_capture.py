@@ -14,6 +14,7 @@ from dspark.corpus.capture import _check_disk, capture
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, ShardRows, collate
 from dspark.corpus.storage import decoded
+from dspark.corpus.unusable import diagnose
 from dspark.errors import ConfigError, DataError, RunError
 from dspark.target import Features, Target
 from dspark.testing import tiny_target, tiny_tokenizer
@@ -260,6 +261,15 @@ def test_the_quarantine_survives_a_kill_without_doubles(
     # without such rows there is no such file
     capture(target, tokenizer, data, settings(tmp_path / "t"), LAYERS)
     assert not (tmp_path / "t" / "quarantine.jsonl").exists()
+
+
+def test_a_wrong_number_is_named_where_it_has_spread_least() -> None:
+    """It came in at token 7 of layer 2; one layer on, attention has it all over the row."""
+    taps, last = torch.ones(12, 3 * 8), torch.ones(12, 8)
+    taps[7, 8 + 3] = torch.inf
+    taps[:, 16:], last[:] = torch.nan, torch.nan
+    found = diagnose("r", Features(taps, last), LAYERS)
+    assert (found.reason, found.state, found.position) == ("inf", "layer 2", 7)
 
 
 def test_the_report_tells_the_target_from_all_else(

@@ -17,7 +17,7 @@ from dspark.export.hf import export_draft
 from dspark.export.load import load_draft, read_config
 from dspark.export.source import find_checkpoint, read_source
 from dspark.export.template import template_sha256, warn_of_another
-from dspark.target import Target
+from dspark.target import Target, fingerprint
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
 
 
@@ -553,7 +553,13 @@ def test_other_weights_of_the_same_shape_are_said(
     copy: Path, target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_draft(copy, target=target)
+    path = copy / "provenance.json"
+    record = json.loads(path.read_text())
+    old = fingerprint.of_version_1(target.model)
+    path.write_text(json.dumps({**record, "target": {**record["target"], "fingerprint": old}}))
+    load_draft(copy, target=target)
     assert not caplog.records
+    path.write_text(json.dumps(record))
     other = tiny_target(seed=1)
     load_draft(copy, target=other)
     said = caplog.records[-1].getMessage()

@@ -1,6 +1,7 @@
 """Final states and output heads that do not belong together are refused."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from dspark.corpus.capture import capture
 from dspark.corpus.dataset import ResponseRows
 from dspark.corpus.feature_store import FeatureStore
 from dspark.corpus.head_check import check_capture, check_head
-from dspark.errors import CheckpointError, TargetError
+from dspark.errors import CheckpointError, DataError, TargetError
 from dspark.target import Features, Target, load
 from dspark.testing import (
     save_tiny_run,
@@ -60,6 +61,19 @@ def first_row_for_all(target: Any, input_ids: torch.Tensor, layer_ids: Any) -> A
     """Right alone, wrong in a batch."""
     found = target.features(input_ids, layer_ids)
     return found.taps, found.last_hidden[:1].expand_as(found.last_hidden).clone()
+
+
+def taps_of_the_first_row(target: Any, input_ids: torch.Tensor, layer_ids: Any) -> Any:
+    """Final states that are right, taps that are mixed up."""
+    found = target.features(input_ids, layer_ids)
+    return found.taps[:1].expand_as(found.taps).clone(), found.last_hidden
+
+
+def test_mixed_up_taps_are_refused(tmp_path: Path) -> None:
+    given = rows(tmp_path)
+    broken: Any = Changed(normed_target(), taps_of_the_first_row)
+    with pytest.raises(TargetError, match=r"layer 1 of row '.*' is off by \d+% from that of the"):
+        check_capture(broken, [given[0], given[1]], LAYERS, "float32")
 
 
 def normed_target() -> Target:
@@ -119,21 +133,51 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_tables_of_another_target_are_refused(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("without", "sentence"),
+    [
+        ("", "its checksum is not that of the manifest"),
+        ("checksum", "keep the head table of another model than the one at target.path"),
+        ("weights", r"give \d of the 16 ids that they gave at capture"),
+    ],
+)
+def test_the_tables_of_another_target_are_refused(
+    place: Path, tmp_path: Path, without: str, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copytree(place / "shards", tmp_path / "s")
-    path = tmp_path / "s" / "target.safetensors"
-    tables = load_file(path)
+    shutil.copytree(place / "target", tmp_path / "target")
+    path, manifest = tmp_path / "s" / "target.safetensors", tmp_path / "s" / "manifest.json"
+    whole, tables = path.read_bytes(), load_file(path)
     save_file({"head": tables["head"][torch.randperm(len(tables["head"]))].clone()}, path)
+    if without:
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "tables": None}))
+    if without == "weights":
+        (tmp_path / "target" / "model.safetensors").unlink()
     own = [
         "train.features=offline",
         "draft.target_layer_ids=[1, 2, 3]",
         "train.steps=1",
         f"data.shards={tmp_path / 's'}",
+        f"target.path={tmp_path / 'target'}",
     ]
-    with pytest.raises(CheckpointError, match=r"give \d of the 16 ids that they gave at capture"):
-        program.run(config_io.load(None, tiny_run(place, tmp_path / "out", *own)))
-    save_file(tables, path)
-    program.run(config_io.load(None, tiny_run(place, tmp_path / "out", *own)))
+    config = config_io.load(None, tiny_run(place, tmp_path / "out", *own))
+    with pytest.raises((CheckpointError, DataError), match=sentence):
+        program.run(config)
+    path.write_bytes(whole)
+    with caplog.at_level(logging.INFO):
+        program.run(config)
+    assert ("holds no weights to compare" in caplog.text) == (without == "weights")
+
+
+def test_another_config_at_the_targets_path_is_refused(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "target", tmp_path / "target")
+    path = tmp_path / "target" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.01}))
+    own = ["train.features=offline", "draft.target_layer_ids=[1, 2, 3]", "train.steps=1"]
+    own += [f"data.shards={place / 'shards'}", f"target.path={tmp_path / 'target'}"]
+    config = config_io.load(None, tiny_run(place, tmp_path / "out", *own))
+    with pytest.raises(DataError, match=r"captured from a target whose config"):
+        program.run(config)
 
 
 def test_shards_of_another_order_are_told_from_missing_ones(place: Path, tmp_path: Path) -> None:

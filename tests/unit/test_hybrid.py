@@ -18,7 +18,7 @@ from dspark.corpus.hybrid import HybridRows
 from dspark.corpus.rolling import RollingWindow
 from dspark.corpus.store import ShardRow
 from dspark.errors import CheckpointError, ConfigError, DataError
-from dspark.target import Target, load
+from dspark.target import Target, fingerprint, load
 from dspark.testing import save_tiny_run, tiny_run, tiny_tokenizer
 from dspark.training import plan, program
 from dspark.training.missing import MissingFeatures, open_window
@@ -172,6 +172,27 @@ def test_a_run_goes_on_to_the_bit_with_whatever_is_left(place: Path, tmp_path: P
     assert_same(tmp_path / "out", tmp_path / "straight")
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_run_of_an_earlier_version_goes_on(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    own = ("train.features=online", "train.steps=2", "train.save_every=1")
+
+    def earlier(target: Target, stored: str = "") -> str:
+        return fingerprint.of_version_1(target.model) if same else "0" * 16
+
+    with monkeypatch.context() as before:
+        before.setattr(Target, "fingerprint", earlier)
+        before.setattr(Target, "fingerprint_like", earlier)
+        program.run(config(place, tmp_path / "out", *own))
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    if same:
+        assert program.run(config(place, tmp_path / "out", *own)).step == 2
+    else:
+        with pytest.raises(CheckpointError, match=r"target is [0-9a-f]{16} but .* 0{16}"):
+            program.run(config(place, tmp_path / "out", *own))
+
+
 @pytest.mark.parametrize("packed", [[], ["data.max_length=64", "data.pack_length=192"]])
 def test_batches_of_present_and_missing_rows(
     place: Path, tmp_path: Path, packed: list[str]
@@ -231,7 +252,7 @@ def test_computed_rows_are_rounded_as_the_shards_are(
         captured(place, f"shards-{dtype}", dtype=dtype, shard_bytes=20_000), tmp_path / "s"
     )
     hybrid, responses = opened(place, tmp_path / "s")
-    window = open_window(hybrid, 1 << 30, index=0, count=1)
+    window = open_window(hybrid, 1 << 30, target, index=0, count=1)
     missing = MissingFeatures(dtype, window)
 
     def features(row: Any) -> Any:
@@ -246,6 +267,10 @@ def test_computed_rows_are_rounded_as_the_shards_are(
         hybrid._places.clear()
         assert hybrid[3].source == "window"
         kept = features(hybrid[3])
+        # rows that another target computed are not found
+        target.head_weight.view(-1)[target.head_weight.numel() // 2 :] += 1
+        with open_window(hybrid, 1 << 30, target, index=0, count=1):
+            assert hybrid[3].source == ""
     assert missing.counts() == {"shards": 1, "window": 1, "generated": 1}
     assert torch.equal(stored, computed)
     assert torch.equal(stored, kept)
@@ -349,6 +374,38 @@ def test_wrong_use_is_a_sentence(
 def test_a_window_without_generating_is_refused(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"window_bytes is 5 but on_missing is refuse"):
         config(place, tmp_path, "data.window_bytes=5")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("target_fingerprint", "2-0-0", r"\(another config \(or its overrides\) and weights\)"),
+        ("compute_dtype", "bfloat16", "compute_dtype bfloat16, this run has float32"),
+    ],
+)
+def test_features_of_another_target_are_not_completed(
+    place: Path, tmp_path: Path, name: str, value: str, sentence: str
+) -> None:
+    shards = halved(place, tmp_path / "s")
+    manifest = json.loads((shards / "manifest.json").read_text())
+    manifest["header"][name] = value
+    (shards / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=sentence):
+        program.run(config(place, tmp_path / "out", *generate(shards)))
+
+
+def test_a_negative_id_is_a_sentence(place: Path, tmp_path: Path) -> None:
+    shards = tmp_path / "s"
+    shutil.copytree(place / "shards", shards)
+    path = shards / "shard-00000.safetensors"
+    damaged = bytearray(path.read_bytes())
+    header = int.from_bytes(damaged[:8], "little")
+    begin = 8 + header + json.loads(damaged[8 : 8 + header])["input_ids"]["data_offsets"][0]
+    damaged[begin : begin + 4] = (-7).to_bytes(4, "little", signed=True)
+    path.write_bytes(damaged)
+    own = ["train.features=offline", f"data.shards={shards}"]
+    with pytest.raises(DataError, match=r"token id -7, which is none: .*inspect DIR --verify"):
+        program.run(config(place, tmp_path / "out", *own))
 
 
 def test_other_taps_are_refused_there_too(place: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_shards_are_captured_shown_and_verified(
     assert run(monkeypatch, capsys, "inspect", shards)[0] == 0
     code, out, err = run(monkeypatch, capsys, "inspect", shards, "--verify", "--json")
     assert code == 2
-    assert "1 of 1 shards are damaged: shard-00000.safetensors; delete them and run the same" in err
+    assert "are damaged: shard-00000.safetensors; run the same capture again" in err
     assert json.loads(out.splitlines()[-1])["damaged"] == ["shard-00000.safetensors"]
 
 

@@ -20,7 +20,7 @@ from dspark.corpus.rejects import Reason
 from dspark.corpus.responses import Response, read_responses
 from dspark.corpus.sampler import SampleReport, sample_responses
 from dspark.errors import ConfigError, DataError, RunError, TargetError
-from dspark.target import HFTarget, Target, load, load_tokenizer
+from dspark.target import HFTarget, Target, fingerprint, load, load_tokenizer
 from dspark.testing import save_tiny_target, tiny_target, tiny_tokenizer
 
 torch.set_num_threads(1)
@@ -284,6 +284,21 @@ def test_other_settings_are_not_mixed_into_a_file(
     with pytest.raises(ConfigError, match=sentence):
         sample(target, tokenizer, 3, out, **changes)
     assert out.read_bytes() == before
+
+
+def test_a_file_of_an_earlier_version_goes_on(
+    target: Target, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "r.jsonl"
+    old = fingerprint.of_version_1(target.model)
+    with monkeypatch.context() as before:
+        before.setattr(sampler, "fingerprint_for", lambda target, out: old)
+        sample(target, tokenizer, 2, out)
+    sample(target, tokenizer, 3, out)
+    told = [row.target_fingerprint for row in read_responses([str(out)])]
+    assert told == [old] * 3
+    with pytest.raises(ConfigError, match="another target fingerprint"):
+        sample(tiny_target(seed=1), tokenizer, 4, out)
 
 
 def test_another_target_template_or_file_is_not_mixed_in(

@@ -167,9 +167,12 @@ def test_shards_behind_the_plan_are_removed(tmp_path: Path) -> None:
     out = tmp_path / "s"
     first, _ = make(out, rows(5), rows(6))
     start(out, header())
+    other = ".shard-00007.safetensors.77.tmp"  # another process may be writing it
+    (out / other).touch()
     finish(out, header(), [first])
     assert len(FeatureStore(out)) == 1
-    assert sorted(p.name for p in out.iterdir()) == ["manifest.json", "shard-00000.safetensors"]
+    names = sorted(p.name for p in out.iterdir())
+    assert names == [other, "manifest.json", "shard-00000.safetensors"]
 
 
 def of_format_1(directory: Path) -> list[ShardRow]:
@@ -229,6 +232,19 @@ def test_directories_of_format_1_are_read_and_gone_on_with(tmp_path: Path) -> No
     assert bad_rows(tmp_path / "s", shard) == [BadRow("lost", "")]
     with pytest.raises(ConfigError, match=r"2 of 2 shards .* are of format 1, which has no"):
         inspect_features.inspect(tmp_path / "s", verify=True)
+
+
+def test_of_a_mixed_directory_is_checked_what_can_be(tmp_path: Path) -> None:
+    of_format_1(tmp_path / "s")
+    old = FeatureStore(tmp_path / "s")._shards
+    new = write_shard(tmp_path / "s", 2, rows(9), ["row9"], [])
+    finish(tmp_path / "s", header(), [*old, new])
+    report = inspect_features.inspect(tmp_path / "s", verify=True)
+    assert report["unverified"] == [one.file for one in old]
+    assert report["damaged"] == []
+    path = tmp_path / "s" / new.file
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    assert inspect_features.inspect(tmp_path / "s", verify=True)["damaged"] == [new.file]
 
 
 def test_only_so_many_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
