@@ -125,6 +125,7 @@ def test_an_interrupt_keeps_what_was_answered(
         child = start(tmp_path)
         while engine.asked < 30 and child.is_alive():
             time.sleep(0.01)
+        engine.delay_s = 1.0  # it is not through before the signal reaches it
         os.kill(child.pid, signal.SIGINT)
         child.join(60)
         assert child.exitcode == 1

@@ -43,17 +43,17 @@ def test_from_a_checkpoint_to_a_served_draft(
     assert dspark("inspect", target)["parameters"] == held
 
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(8)))
+    prompts.write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(4)))
     responses, run, draft = tmp_path / "responses.jsonl", tmp_path / "run", tmp_path / "draft"
     dspark(
         "sample", "--target", target, "--prompts", prompts, "--out", responses,
         "sample.settings=[{temperature: 0}]", "sample.max_new_tokens=24", "target.dtype=float32",
     )  # fmt: skip
-    assert dspark("doctor", responses, "--target", target)["rows"]["accepted"] == 8
+    assert dspark("doctor", responses, "--target", target)["rows"]["accepted"] == 4
     trained = dspark(
         "train", f"target.path={target}", "target.dtype=float32", f"data.responses=[{responses}]",
         f"train.output_dir={run}", "draft.num_layers=2", "draft.target_layer_ids=[0,2,4]",
-        "draft.block_size=4", "draft.markov_rank=32", "train.steps=80", "train.batch_size=8",
+        "draft.block_size=4", "draft.markov_rank=32", "train.steps=80", "train.batch_size=4",
         "train.num_anchors=16", "train.lr=0.01", "loss.ce_weight=1.0",
         f"train.validation_prompts=[{prompts}]", "train.validation_max_new_tokens=16",
     )  # fmt: skip

@@ -2,12 +2,8 @@
 
 import json
 import os
-import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,6 @@ from dspark.errors import CheckpointError
 from dspark.testing import save_tiny_run, tiny_rows, tiny_run
 from dspark.training import program, trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 14  # ten rows, two a step: a pass ends with steps 5 and 10
 
 
@@ -179,41 +174,3 @@ def test_a_checkpoint_from_elsewhere_continues_here(
         load_file(one / "latest" / "model.safetensors") for one in (tmp_path / "second", whole)
     )
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.slow
-def test_a_killed_process_continues_to_the_bit(place: Path, tmp_path: Path) -> None:
-    """SIGKILL at whatever moment it hits, twice; the third start runs through."""
-    steps = 90
-    out, whole = tmp_path / "out", tmp_path / "whole"
-    command = [sys.executable, str(ROOT / "train.py"), *settings(place, out, steps)]
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE")},
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    rng = random.Random()
-    for least in (10, 40):
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 240
-        while reached(out) < least:
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.3))
-        process.kill()
-        process.communicate()
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=480, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "going on from" in done.stderr
-    program.run(config_io.load(None, settings(place, whole, steps)))
-    assert_equal_to_the_bit(out, whole)
-
-
-def reached(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    whole = [line for line in path.read_text().splitlines()[:-1]] if path.exists() else []
-    return int(json.loads(whole[-1])["step"]) if whole else 0

@@ -22,6 +22,7 @@ from dspark.errors import RunError, TargetError
 from dspark.target import load
 from dspark.testing import save_tiny_target, tiny_tokenizer
 from dspark.training import program
+from dspark.training.features import batch_features
 from dspark.training.split.pool import TargetPool
 from dspark.training.window import Pass, Window, draw_pass
 
@@ -252,7 +253,7 @@ def test_a_worker_is_never_ahead_of_its_slots(place: Path) -> None:
             features = pool.take(one)
             assert idle() == min(8, 4 + number)
             # and what it did ahead has overwritten nothing
-            expected = target.features(one.input_ids, LAYERS)
+            expected = batch_features(target, LAYERS, one.input_ids, None, None, one.spans)
             assert torch.equal(features.taps, expected.taps)
             assert torch.equal(features.last_hidden, expected.last_hidden)
 

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,10 @@ def test_prompts_come_back_as_they_went_in(tmp_path: Path) -> None:
 def test_parquet_and_gzip_are_read_too(tmp_path: Path) -> None:
     import gzip
 
-    import pyarrow
-    import pyarrow.parquet
-
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.Table.from_pylist([asked(n) for n in range(3)])
-    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    parquet.write_table(table, tmp_path / "in.parquet")
     (tmp_path / "e.jsonl.gz").write_bytes(gzip.compress(json.dumps(asked(1)).encode()))
     excluded = (str(tmp_path / "e.jsonl.gz"),)
     report = made(tmp_path / "out", str(tmp_path / "in.parquet"), exclude=excluded, heldout="0")
@@ -271,7 +271,6 @@ def test_what_is_wrong_is_said_and_nothing_is_written(
 
 
 def test_hub_sets_are_pinned_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
     import huggingface_hub
 
     calls: list[tuple[str, dict[str, Any]]] = []
@@ -287,7 +286,9 @@ def test_hub_sets_are_pinned_and_named(tmp_path: Path, monkeypatch: pytest.Monke
                 raise OSError("offline")
             return type("Info", (), {"sha": "c0ffee"})
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    library = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     excluded = ("speculator-benchmarks",)
     report = made(tmp_path / "out", "ultrachat", exclude=excluded, heldout="1")
