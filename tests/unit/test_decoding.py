@@ -178,6 +178,7 @@ def test_the_targets_own_end_id_stops_unless_told_otherwise(
     assert decode(target, None, PROMPT, DecodeParams(20, ignore_eos=True)).token_ids == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow), 7],

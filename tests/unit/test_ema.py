@@ -21,6 +21,8 @@ from dspark.testing import save_tiny_run, tiny_draft, tiny_rows, tiny_run
 from dspark.training import program, trainer
 from dspark.training.ema import Average, decay_at
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -76,7 +78,6 @@ def test_it_is_the_average_of_the_weights_after_every_step(
     assert state(tmp_path / "out")["ema_since"] == 0
 
 
-@pytest.mark.slow
 def test_it_changes_nothing_else(place: Path, tmp_path: Path) -> None:
     shown = [f"train.validation_prompts=[{place / 'prompts.jsonl'}]", "train.validate_every=2"]
     run(place, tmp_path / "on", *shown, "train.ema_decay=0.9", "train.validation_max_new_tokens=4")
@@ -114,7 +115,6 @@ def test_turned_on_it_begins_with_the_weights_and_turned_off_it_ends_with_a_word
     assert not (out / "latest" / "ema.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_a_checkpoint_from_before_there_was_an_average_goes_on(place: Path, tmp_path: Path) -> None:
     old, out = tmp_path / "old", tmp_path / "out"
     prompts = f"train.validation_prompts=[{place / 'prompts.jsonl'}]"
@@ -217,7 +217,6 @@ def exported(source: Path, out: Path, target: Target, **options: Any) -> tuple[T
     return draft["fc.weight"], (out / "README.md").read_text(), record
 
 
-@pytest.mark.slow
 def test_best_and_the_export_follow_the_longer_of_the_two(
     place: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

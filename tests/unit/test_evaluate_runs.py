@@ -15,6 +15,8 @@ from dspark.decoding import Completion, DecodeParams, SamplingParams, decode
 from dspark.target import Target
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = tiny_tokenizer()
 
 
@@ -23,7 +25,6 @@ def target() -> Target:
     return tiny_target()
 
 
-@pytest.mark.slow
 def test_each_prompt_is_sampled_with_a_seed_of_its_own(target: Target) -> None:
     settings = EvalSettings(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=4)
     report = evaluate(

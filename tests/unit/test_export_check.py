@@ -27,6 +27,8 @@ from dspark.export.prompts import fixed_prompts
 from dspark.target import Target
 from dspark.testing import save_tiny_target, tiny_draft, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 # a random draft of a tied target repeats the anchor now and then, and that is accepted here
 PROMPTS = fixed_prompts(tiny_tokenizer())[4:7]
 NEW_TOKENS = 24
@@ -57,7 +59,6 @@ def exported(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
 def test_a_good_export_passes_in_a_clean_process(
     target: Target, probe: Probe, tmp_path: Path
 ) -> None:
@@ -77,7 +78,6 @@ def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("same_process")
 def test_a_wrong_figure_fails_with_both_numbers_and_leaves_nothing(
     target: Target, probe: Probe, tmp_path: Path
@@ -155,7 +155,6 @@ def test_a_draft_that_keeps_next_to_nothing_is_warned_about(
     assert (sentence in (out / "README.md").read_text()) is warned
 
 
-@pytest.mark.slow
 def test_a_damaged_export_is_found(
     target: Target, exported: Path, probe: Probe, tmp_path: Path
 ) -> None:
@@ -168,7 +167,6 @@ def test_a_damaged_export_is_found(
 
 
 @pytest.mark.usefixtures("same_process")
-@pytest.mark.slow
 def test_without_a_recorded_figure_the_unrounded_weights_set_it(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +208,6 @@ def test_a_check_that_dies_is_an_error_not_a_pass(
         check_in_clean_process(exported, target)
 
 
-@pytest.mark.slow
 def test_a_clean_process_that_cannot_load_says_why(
     target: Target, exported: Path, probe: Probe, tmp_path: Path
 ) -> None:

@@ -24,6 +24,8 @@ from dspark.training import plan, program
 from dspark.training.missing import MissingFeatures, open_window
 from dspark.training.window import draw_pass
 
+pytestmark = pytest.mark.slow
+
 LAYERS = (1, 2, 4)
 ROWS = 8
 
@@ -104,7 +106,6 @@ def assert_same(one: Path, other: Path) -> None:
     assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
-@pytest.mark.slow
 def test_every_source_of_features_is_the_same_run(place: Path, tmp_path: Path) -> None:
     """Online, offline, with all rows present, with half of them, and with the window: to the bit.
 
@@ -133,7 +134,6 @@ def test_every_source_of_features_is_the_same_run(place: Path, tmp_path: Path) -
     assert len(list((tmp_path / "half-window").glob("*.row"))) == 6
 
 
-@pytest.mark.slow
 def test_eight_bit_features_are_one_run_too(place: Path, tmp_path: Path) -> None:
     captured(place, "eight", dtype="float8_e4m3fn", shard_bytes=20_000)
     kinds = {
@@ -151,7 +151,6 @@ def test_eight_bit_features_are_one_run_too(place: Path, tmp_path: Path) -> None
         assert mine["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.02)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_to_the_bit_with_whatever_is_left(place: Path, tmp_path: Path) -> None:
     """Other shards, another window and half of its files damaged: no figure changes."""
     half = halved(place, tmp_path / "half")

@@ -19,6 +19,8 @@ from dspark.decoding import Completion, DecodeParams, SamplingParams, decode
 from dspark.target import RowCache, Rows, Target
 from dspark.testing import tiny_draft, tiny_target
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9]]
 
 
@@ -27,7 +29,6 @@ def target() -> Target:
     return tiny_target()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "block_size",
     [pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(15, marks=pytest.mark.slow)],
@@ -93,7 +94,6 @@ def test_a_rows_logits_do_not_depend_on_the_width(dtype: torch.dtype) -> None:
     assert report.compared > 40
 
 
-@pytest.mark.slow
 def test_rows_that_depend_on_the_width_are_seen(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

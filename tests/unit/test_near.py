@@ -11,6 +11,8 @@ import pytest
 from dspark.corpus.near import RUN, NearDuplicates, shingles
 from dspark.corpus.words import Hashes, hashes, length, runs, tokens
 
+pytestmark = pytest.mark.slow
+
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "lnrst"]
 
 

@@ -14,6 +14,8 @@ from dspark.corpus.files import expand
 from dspark.corpus.overlap import Overlap
 from dspark.corpus.prompts import Prompt, read_prompts
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "data/prompts/demo.jsonl"
 HELDOUT = ROOT / "data/prompts/heldout.jsonl"

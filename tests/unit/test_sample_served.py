@@ -23,6 +23,8 @@ from dspark.target import HFTarget
 from dspark.target.remote import Remote
 from dspark.testing import tiny_target, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER: Any = tiny_tokenizer()
 BODY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "return_token_ids": True}
 PROMPTS = [Prompt(f"p{n}", [{"role": "user", "content": "ab" * n}], "m") for n in range(1, 5)]
