@@ -93,7 +93,7 @@ def moments_of(events: list[str], count: int, rng: random.Random) -> list[int]:
 
 @pytest.mark.parametrize(
     ("own", "count", "twice"),
-    [([], 14, False), (["train.ema_decay=0.9"], 8, True)],
+    [([], 10, False), (["train.ema_decay=0.9"], 6, True)],
     ids=["plain", "with an average"],
 )
 def test_a_run_killed_at_any_moment_ends_as_if_it_had_not_been(

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,10 +19,10 @@ from dspark.testing import save_tiny_target
 ROOT = Path(__file__).parents[2]
 
 
-def dspark(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def dspark(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "dspark", *map(str, words)],
-        cwd=cwd,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -30,7 +31,13 @@ def dspark(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slow
-def test_from_prompts_to_a_measured_draft(tmp_path: Path) -> None:
+def test_from_prompts_to_a_measured_draft(forks: Any, tmp_path: Path) -> None:
+    def report_of(*words: object) -> dict[str, Any]:
+        ended = forks.run([*map(str, words)], command=True)
+        assert ended.codes == [0], ended.said
+        report: dict[str, Any] = json.loads(ended.said[0].splitlines()[-1])
+        return report
+
     target = save_tiny_target(tmp_path / "target")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(12)))
@@ -43,9 +50,7 @@ def test_from_prompts_to_a_measured_draft(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["written"] == 8
 
-    done = dspark("doctor", responses, *common)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["rows"]["accepted"] == 8
+    assert report_of("doctor", responses, *common)["rows"]["accepted"] == 8
 
     run = tmp_path / "run"
     settings = [
@@ -55,21 +60,16 @@ def test_from_prompts_to_a_measured_draft(tmp_path: Path) -> None:
         "loss.ce_weight=1.0", f"train.validation_prompts=[{prompts}]", "train.validation_limit=8",
         "train.validation_max_new_tokens=24",
     ]  # fmt: skip
-    done = dspark("train", "--json", *settings)
-    assert done.returncode == 0, done.stderr
-    trained = json.loads(done.stdout.splitlines()[-1])
+    trained = report_of("train", "--json", *settings)
     # the rows are learned by heart: whole blocks must be kept, not a token here and there
     assert trained["best_accept_length"] > 3.0
 
     draft = tmp_path / "draft"
-    done = dspark("export", run, draft, *common)
-    assert done.returncode == 0, done.stderr
-    done = dspark(
+    report_of("export", run, draft, *common)
+    report = report_of(
         "eval", *common, "--draft", draft, "--prompts", prompts, "--limit", 8,
         "--max-new-tokens", 24,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
     assert report["lossless"] is True
     assert report["accept_length"] == pytest.approx(trained["best_accept_length"], rel=0.05)
 
