@@ -17,6 +17,8 @@ from dspark.errors import ConfigError, DataError
 from dspark.target import Target
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = tiny_tokenizer()
 
 
@@ -108,7 +110,6 @@ def test_a_stop_id_inside_the_accepted_prefix_ends_what_counts(
     assert one["finished_by_stop"] == 1
 
 
-@pytest.mark.slow
 def test_every_proposal_rejected_is_an_accept_length_of_one(
     monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
@@ -117,7 +118,6 @@ def test_every_proposal_rejected_is_an_accept_length_of_one(
     assert one["survival"] == one["accept_rate"] == [0.0] * 4
 
 
-@pytest.mark.slow
 def test_an_output_without_a_round_has_no_figures_and_no_time_per_token(
     monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
