@@ -202,6 +202,19 @@ def test_stops_budgets_and_aborts_end_a_request() -> None:
     assert len(outputs(step, long, GREEDY)[0]) == 12
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_each_request_gets_the_graph_with_or_without_filters() -> None:
+    step, _ = with_oracle(ling(torch.device("cuda")))
+    ids = prompt(4, 40)
+    greedy, _ = outputs(step, ids, GREEDY)
+    free, _ = outputs(step, ids, SAMPLED)
+    assert free != greedy
+    only = replace(SAMPLED, sampling=replace(SAMPLED.sampling, top_k=1))
+    assert outputs(step, ids, only)[0] == greedy
+    assert outputs(step, ids, SAMPLED)[0] == free
+
+
 def test_what_the_kernels_cannot_run_is_said(device: torch.device) -> None:
     with pytest.raises(ConfigError, match="low-rank query of 24"):
         GraphStep(ling(device, "tiny"), None, context=64)
