@@ -146,7 +146,7 @@ class Target(ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] behind the final norm -> [..., V]."""
+        """[..., D] behind the final norm, of any device -> [..., V] on the head's."""
 
     @torch.no_grad()
     def own_logits(self, input_ids: Tensor) -> Tensor:  # [S] int64 -> [S, V]

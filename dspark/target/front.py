@@ -92,7 +92,8 @@ class Front(Target):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] behind the final norm -> [..., V]."""
-        return self._finish(functional.linear(hidden.to(self._head.dtype), self._head, self._bias))
+        hidden = hidden.to(self._head.device, self._head.dtype)
+        return self._finish(functional.linear(hidden, self._head, self._bias))
 
     def features(
         self,

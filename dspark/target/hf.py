@@ -92,7 +92,8 @@ class HFTarget(Target):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] behind the final norm -> [..., V]."""
-        return self._finish(self._head(hidden.to(self._head.weight.dtype)))
+        weight = self._head.weight
+        return self._finish(self._head(hidden.to(weight.device, weight.dtype)))
 
     @torch.no_grad()
     def own_logits(self, input_ids: Tensor) -> Tensor:  # [S] int64 -> [S, V]

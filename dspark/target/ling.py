@@ -75,7 +75,7 @@ class LingTarget(Target):
         return Features(join_taps(taps, layer_ids, hidden), hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden.to(self.dtype))
+        return self.model.logits(hidden.to(self.model.lm_head.weight.device, self.dtype))
 
     @torch.no_grad()
     def own_logits(self, input_ids: Tensor) -> Tensor:  # [S] int64 -> [S, V]

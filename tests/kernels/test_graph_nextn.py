@@ -198,7 +198,7 @@ def test_a_captured_step_proposes_what_an_eager_one_does() -> None:
     """The capture, which runs the step once, leaves what the block is to read as it was."""
     target = ling(torch.device("cuda"), torch.bfloat16)
     params, ids = replace(NOISY, max_new_tokens=64), prompt(1, 30)
-    records = []
+    records, states = [], []
     for eager in (True, False):
         step = GraphStep(target, None, context=512, nextn=5)
         step.begin(ids, params)
@@ -206,8 +206,10 @@ def test_a_captured_step_proposes_what_an_eager_one_does() -> None:
         torch.cuda.synchronize()
         found = [step.read(serial) for serial in serials]
         records.append([(one.token_ids, one.num_accepted) for one in found if one is not None])
+        states.append(step.arena.ints.tolist())
     assert len(records[0]) == 8
     assert records[0] == records[1]
+    assert states[0] == states[1]
 
 
 def test_what_cannot_be_a_draft_is_said(device: torch.device) -> None:

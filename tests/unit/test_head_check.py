@@ -18,6 +18,7 @@ from dspark.corpus.feature_store import FeatureStore
 from dspark.corpus.head_check import check_capture, check_head
 from dspark.errors import CheckpointError, DataError, TargetError
 from dspark.target import Features, Target, load
+from dspark.target.front import Facts, Front, tables
 from dspark.testing import (
     save_tiny_run,
     tiny_ling,
@@ -196,3 +197,14 @@ def test_shards_of_another_order_are_told_from_missing_ones(place: Path, tmp_pat
 def test_targets_of_another_seed_differ(place: Path) -> None:
     with pytest.raises(CheckpointError, match="capture again"):
         check_head(FeatureStore(place / "shards"), tiny_target(seed=3).logits, where="s")
+
+
+@pytest.mark.parametrize("make", [tiny_target, tiny_ling])
+def test_stored_states_go_to_the_device_of_the_head(make: Any) -> None:
+    """Shards are read on a CPU, the head may lie elsewhere; meta stands for any other device."""
+    target = make()
+    facts = Facts.of(target)
+    target.model.to("meta")
+    for one in (target, Front(facts, tables(target))):
+        logits = one.logits(torch.zeros(3, target.hidden_size))
+        assert (logits.device.type, logits.shape) == ("meta", (3, target.vocab_size))
