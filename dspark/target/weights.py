@@ -46,9 +46,8 @@ def load_model(
 ) -> LingModel:
     """Build the model of ``config`` (rank ``rank`` of ``ranks``) and read its weights.
 
-    Several devices share the layers. fp8 blocks are multiplied
-    out. ``nextn`` also reads the NEXTN block; without it its tensors are
-    passed over.
+    Several devices share the layers. fp8 blocks are multiplied out. ``nextn`` also reads the NEXTN
+    block; without it its tensors are passed over.
 
     Raises:
         TargetError: a file or tensor is missing, surplus, truncated, misshaped, of another dtype,
