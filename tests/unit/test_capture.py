@@ -1,7 +1,10 @@
+import itertools
 import json
 import logging
 import shutil
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,22 @@ def settings(out: Path, **changes: Any) -> CaptureSettings:
     return CaptureSettings.model_construct(**{**plain, "shard_bytes": 60_000, **changes})
 
 
+@contextmanager
+def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What runs inside ends as it is about to write its third shard."""
+    write, shards = store.write_shard, itertools.count(1)
+
+    def third(*args: Any) -> Any:
+        if next(shards) == 3:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(store, "write_shard", third)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
 def test_shards_hold_the_features_of_each_row_alone(
     target: Target, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -87,18 +106,8 @@ def test_a_killed_capture_goes_on_behind_its_last_whole_shard(
 ) -> None:
     data = responses(tmp_path / "r.jsonl", 12)
     capture(target, tokenizer, data, settings(tmp_path / "whole"), LAYERS)
-    write, calls = store.write_shard, []
-
-    def killed(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return write(*args)
-
-    monkeypatch.setattr(store, "write_shard", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with killed(monkeypatch):
         capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
-    monkeypatch.undo()
     # a shard that a killed process was writing stands under another name
     (tmp_path / "s" / ".shard-00002.safetensors.1.tmp").write_bytes(b"half")
     report = capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
@@ -240,20 +249,10 @@ def test_the_quarantine_survives_a_kill_without_doubles(
     monkeypatch.setattr("dspark.corpus.unusable._BUDGET", 0.5)
     bad = {int(rows[i].input_ids[0]) for i in (1, 3, 10)}
     poisoned: Any = Poisoned(target, bad, torch.inf, "last")
-    write, calls = store.write_shard, []
-
-    def killed(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return write(*args)
-
-    monkeypatch.setattr(store, "write_shard", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with killed(monkeypatch):
         capture(poisoned, tokenizer, data, settings(tmp_path / "s"), LAYERS)
     assert [line["id"] for line in quarantined(tmp_path / "s")] == ["r1", "r3"]
     (tmp_path / "s" / "quarantine.jsonl").write_text('{"id": "r1", "rea')  # as a kill may leave it
-    monkeypatch.setattr(store, "write_shard", write)
     for _ in range(2):
         report = capture(poisoned, tokenizer, data, settings(tmp_path / "s"), LAYERS)
         assert [line["id"] for line in quarantined(tmp_path / "s")] == ["r1", "r3", "r10"]
