@@ -131,7 +131,7 @@ class _Reader:
             report.kinds[kind] += 1
             report.without_anchor += not any(map(and_, mask, mask[1:]))
             report.supervised += supervised
-            report.all_supervised += kind == "tokenised" and all(row.loss_mask)
+            report.all_supervised += all(row.loss_mask)
             self._count_row(row)
             self._count_answer(row, supervised, alone=len(rows) == 1)
             self._count_content(row.input_ids)

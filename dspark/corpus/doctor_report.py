@@ -55,7 +55,7 @@ class DoctorReport:
     empty_answers: int = 0
     """Rows whose answers hold no text, reasoning or tool call."""
     all_supervised: int = 0
-    """Tokenised rows whose mask takes in the prompt: it is 1 everywhere."""
+    """Rows whose mask takes in the prompt: it is 1 everywhere."""
     without_anchor: int = 0
     """Rows in which no two supervised tokens follow each other: no block fits anywhere."""
     prompt_files: list[str] = field(default_factory=list)

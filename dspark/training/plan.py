@@ -126,11 +126,7 @@ def plan_run(
             "processes": wanted,
             "batch": one.batch(wanted),
             "steps": one.steps(wanted),
-            "memory_peak": {
-                name: one.memory(name, wanted)["peak"]
-                for name in _HOLDINGS
-                if wanted > 1 or name == "replicated"
-            },
+            "memory_peak": {name: one.memory(name, wanted)["peak"] for name in _HOLDINGS},
             "target_workers": one.workers(wanted),
             "cost": one.cost(wanted),
         }
@@ -151,7 +147,7 @@ def _check_workers(
         names,
         local_index=0,
         local_trainers=int(environ.get("LOCAL_WORLD_SIZE", trainers)),
-        training=torch.device("cuda" if gpus else "cpu"),
+        training=torch.device("cuda"),
         # without a GPU here, the machine that is planned for has those that are named
         num_gpus=torch.cuda.device_count() or max(gpus, default=0) + 1,
     )

@@ -1,8 +1,12 @@
+import itertools
 import json
 import logging
 import shutil
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ from dspark.corpus.capture import _check_disk, capture
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows, ShardRows, collate
 from dspark.corpus.storage import decoded
-from dspark.corpus.unusable import diagnose
+from dspark.corpus.unusable import Unusable, diagnose
 from dspark.errors import ConfigError, DataError, RunError
 from dspark.target import Features, Target
 from dspark.testing import tiny_target, tiny_tokenizer
@@ -49,6 +53,22 @@ def settings(out: Path, **changes: Any) -> CaptureSettings:
     plain = {"out": str(out), "dtype": "float32", "batch_size": 3}
     # the smallest shard a user may ask for would hold all of these rows
     return CaptureSettings.model_construct(**{**plain, "shard_bytes": 60_000, **changes})
+
+
+@contextmanager
+def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What runs inside ends as it is about to write its third shard."""
+    write, shards = store.write_shard, itertools.count(1)
+
+    def third(*args: Any) -> Any:
+        if next(shards) == 3:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(store, "write_shard", third)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def test_shards_hold_the_features_of_each_row_alone(
@@ -87,18 +107,8 @@ def test_a_killed_capture_goes_on_behind_its_last_whole_shard(
 ) -> None:
     data = responses(tmp_path / "r.jsonl", 12)
     capture(target, tokenizer, data, settings(tmp_path / "whole"), LAYERS)
-    write, calls = store.write_shard, []
-
-    def killed(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return write(*args)
-
-    monkeypatch.setattr(store, "write_shard", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with killed(monkeypatch):
         capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
-    monkeypatch.undo()
     # a shard that a killed process was writing stands under another name
     (tmp_path / "s" / ".shard-00002.safetensors.1.tmp").write_bytes(b"half")
     report = capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
@@ -142,6 +152,10 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(
     assert not (tmp_path / "s").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2 * needed, 0, needed))
     capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
+    # what is there needs no room a second time
+    tables = target.head_weight.numel() * 4
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2 * needed, 0, tables))
+    capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
 
 
 def test_what_a_large_capture_takes_is_told_and_refused(
@@ -169,6 +183,12 @@ def test_what_a_large_capture_takes_is_told_and_refused(
     said = "features of 5,324,800,000 tokens: 30725 bytes each (hidden 2560 x (5 taps + 1)"
     assert said in caplog.text
     assert f"{needed / 2**30:.2f} GiB in all" in caplog.text
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed, 0, needed // 2))
+    with caplog.at_level(logging.INFO):
+        _check_disk(tmp_path / "s", tokens, tokens // 4, header)
+    gib = needed / 2**30
+    told = f"{gib:.2f} GiB in all, {gib / 4:.2f} GiB to write, {gib / 2:.2f} GiB free"
+    assert told in caplog.text
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed, 0, needed))
     _check_disk(tmp_path / "s", tokens, tokens, header)
     assert not (tmp_path / "s").exists()
@@ -224,7 +244,7 @@ def test_rows_with_unusable_features_are_named_and_skipped_within_a_budget(
     left = ShardRows(tmp_path / "s")
     assert [left[i].id for i in range(11)] == [f"r{i}" for i in range(12) if i != 4]
     two: Any = Poisoned(target, {firsts[4], firsts[7]}, value, where)
-    with pytest.raises(RunError, match=r"2 of 12 rows .*r4, r7"):
+    with pytest.raises(RunError, match=r"2 of 12 rows .*r4, r7\); check .* its dtype float32, and"):
         capture(two, tokenizer, data, settings(tmp_path / "t"), LAYERS)
 
 
@@ -240,25 +260,18 @@ def test_the_quarantine_survives_a_kill_without_doubles(
     monkeypatch.setattr("dspark.corpus.unusable._BUDGET", 0.5)
     bad = {int(rows[i].input_ids[0]) for i in (1, 3, 10)}
     poisoned: Any = Poisoned(target, bad, torch.inf, "last")
-    write, calls = store.write_shard, []
-
-    def killed(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return write(*args)
-
-    monkeypatch.setattr(store, "write_shard", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with killed(monkeypatch):
         capture(poisoned, tokenizer, data, settings(tmp_path / "s"), LAYERS)
     assert [line["id"] for line in quarantined(tmp_path / "s")] == ["r1", "r3"]
     (tmp_path / "s" / "quarantine.jsonl").write_text('{"id": "r1", "rea')  # as a kill may leave it
-    monkeypatch.setattr(store, "write_shard", write)
     for _ in range(2):
         report = capture(poisoned, tokenizer, data, settings(tmp_path / "s"), LAYERS)
         assert [line["id"] for line in quarantined(tmp_path / "s")] == ["r1", "r3", "r10"]
         assert report.skipped == ["r1", "r3", "r10"]
-    # without such rows there is no such file
+    # without such rows there is no such file, though a killed run may have left one
+    (tmp_path / "t").mkdir()
+    shutil.copy(tmp_path / "s" / "quarantine.jsonl", tmp_path / "t")
+    shutil.copy(tmp_path / "s" / "manifest.json", tmp_path / "t")
     capture(target, tokenizer, data, settings(tmp_path / "t"), LAYERS)
     assert not (tmp_path / "t" / "quarantine.jsonl").exists()
 
@@ -270,10 +283,43 @@ def test_a_wrong_number_is_named_where_it_has_spread_least() -> None:
     taps[:, 16:], last[:] = torch.nan, torch.nan
     found = diagnose("r", Features(taps, last), LAYERS)
     assert (found.reason, found.state, found.position) == ("inf", "layer 2", 7)
+    # beside NaN, Inf is what came of it
+    taps[7, 8 + 4] = torch.nan
+    assert diagnose("r", Features(taps, last), LAYERS).reason == "nan"
+
+
+def test_a_row_that_comes_twice_is_counted_once() -> None:
+    unusable = Unusable(100, torch.float32)
+    for _ in range(2):
+        unusable.add(["r1"])
+    assert unusable.ids == ["r1"]
+    with pytest.raises(RunError, match="2 of 100 rows"):
+        unusable.add(["r2"])
+
+
+def test_what_overflows_where_it_is_stored_is_unusable(
+    target: Target, tokenizer: Any, tmp_path: Path
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 4)
+    first = int(ResponseRows(data, tokenizer)[3].input_ids[0])
+    large: Any = Poisoned(target, {first}, torch.finfo(torch.float32).max, "last")
+    for dtype, skipped in (("float32", []), ("bfloat16", ["r3"])):
+        report = capture(large, tokenizer, data, settings(tmp_path / dtype, dtype=dtype), LAYERS)
+        assert report.skipped == skipped
+
+
+def test_rows_of_which_none_is_usable_are_refused(
+    target: Target, tokenizer: Any, tmp_path: Path
+) -> None:
+    data = responses(tmp_path / "r.jsonl", 1)
+    first = int(ResponseRows(data, tokenizer)[0].input_ids[0])
+    bad: Any = Poisoned(target, {first}, torch.nan, "last")
+    with pytest.raises(RunError, match="no row has usable features: r0"):
+        capture(bad, tokenizer, data, settings(tmp_path / "s"), LAYERS)
 
 
 def test_the_report_tells_the_target_from_all_else(
-    target: Target, tokenizer: Any, tmp_path: Path
+    target: Target, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = responses(tmp_path / "r.jsonl", 12)
     report = capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
@@ -286,6 +332,12 @@ def test_the_report_tells_the_target_from_all_else(
     again = capture(target, tokenizer, data, settings(tmp_path / "s"), LAYERS)
     assert again.resumed_shards == report.shards
     assert again.forward_s == 0
+    # by a clock that moves when it is looked at, before and after every forward pass
+    ticks = itertools.count(0.0)
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr("dspark.corpus.capture.time", clock)
+    ticked = capture(target, tokenizer, data, settings(tmp_path / "t"), LAYERS)
+    assert ticked.other_s == ticked.forward_s + 1 > 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e4m3fn_all"])

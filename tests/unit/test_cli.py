@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from dspark.cli import main
+from dspark.cli.common import set_up
 from dspark.export.hf import export_draft
 from dspark.testing import TINY_LING, save_tiny_target, tiny_draft, tiny_target, tiny_tokenizer
 
@@ -19,6 +21,20 @@ from dspark.testing import TINY_LING, save_tiny_target, tiny_draft, tiny_target,
     [
         (["sample"], "sample.prompts"),
         (["sample", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        # before a target is looked for
+        (["sample", "--prompts", "nowhere.jsonl", "--target", "no/target"], "nowhere.jsonl"),
+        (
+            [
+                "sample",
+                "--prompts",
+                "nowhere.jsonl",
+                "--target",
+                "no/target",
+                "--endpoint",
+                "http://localhost:1/v1",
+            ],
+            "nowhere.jsonl",
+        ),
         (["sample", "--prompts", "x", "sample.sed=1"], "'sample.seed'"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["train", "train.stesp=1"], "'train.steps'"),
@@ -30,6 +46,7 @@ from dspark.testing import TINY_LING, save_tiny_target, tiny_draft, tiny_target,
         (["sample", "--prompts", "x", "sample.settings=[]"], "sample.settings"),
         (["sample", "--prompts", "x", "sample.settings=[{top_p: 0}]"], "top_p"),
         (["doctor", "x", "--max-length", "3"], "data.max_length"),
+        (["doctor", "x", "--show", "-1"], "--show"),
         (["eval", "--draft", "x", "--top-p", "0"], "eval.top_p"),
         (["serve", "--target", "x", "--confidence-threshold", "nan"], "confidence_threshold"),
         (["capture", "draft.init_from=nowhere"], "nowhere"),
@@ -188,6 +205,22 @@ def test_serving_a_draft_under_another_template_is_said(
         assert not end.value.code
         assert ("another chat template" in caplog.text) is said
     assert len(served) == 2
+
+
+@pytest.mark.parametrize(("asked", "level"), [("nonsense", 20), ("debug", 10), (None, 20)])
+def test_the_log_is_as_loud_as_asked_for(
+    asked: str | None, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DSPARK_LOG", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("DSPARK_LOG", asked)
+    log = logging.getLogger("dspark")
+    before = log.level
+    try:
+        set_up()
+        assert log.level == level
+    finally:
+        log.setLevel(before)
 
 
 def test_an_interrupt_says_how_to_go_on(

@@ -3,12 +3,14 @@
 import io
 import json
 import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dspark.cli import main
+from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.corpus.sampling import SampleReport
 from dspark.errors import DataError, RunError
 
@@ -58,11 +60,13 @@ def test_eval_hands_on_every_option(
 ) -> None:
     evaluate = stub("bench.evaluate.evaluate", report())
     stub("bench.prompt_sets.read_sets", {"set": ["a prompt"]})
-    stub("bench.report.print_evaluation")
+    shown = stub("bench.report.print_evaluation")
     stub("export.load.load_draft", "DRAFT")
-    stub("export.template.warn_of_another")
+    warned = stub("export.template.warn_of_another")
+    load = stub("target.load", SimpleNamespace(name="TARGET"))
     # zeros are values, and an option wins over an override
-    words = ("eval", "--draft", "d", "--prompts", "p", "--limit", "3", "--max-new-tokens", "7",
+    words = ("eval", "--draft", "d", "--target", "t", "--dtype", "float32", "--prompts", "p",
+             "--limit", "3", "--max-new-tokens", "7",
              "--temperature", "0", "--top-p", "0.5", "--seed", "0", "--num-draft-tokens", "2",
              "--confidence-threshold", "0.25", "eval.temperature=0.7", "eval.seed=9")  # fmt: skip
     assert run(monkeypatch, *words) == 0
@@ -73,13 +77,20 @@ def test_eval_hands_on_every_option(
     assert (settings.limit, settings.max_new_tokens, settings.prompts) == (3, 7, ("p",))
     assert (settings.temperature, settings.top_p, settings.seed) == (0.0, 0.5, 0)
     assert evaluate.options == {"num_draft_tokens": 2, "confidence_threshold": 0.25}
+    assert (load.args[0].path, load.args[0].dtype) == ("t", "float32")
+    assert warned.args == ("d", "TOKENIZER")
+    assert shown.args == ({"a": 1},)
     assert run(monkeypatch, *words, "--json") == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (said["target"], said["draft"], said["a"]) == ("TARGET", "d", 1)
+    assert said["environment"]["torch_threads"] > 0
 
 
-def test_export_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_hands_on_every_option(
+    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     export = stub("export.hf.export_draft", {})
+    load = stub("target.load", "TARGET")
     words = ("export", "run", "out", "--format", "vllm", "--include-frozen", "--no-check",
              "--weights", "ema", "--overwrite", "--licence", "apache-2.0")  # fmt: skip
     assert run(monkeypatch, *words) == 0
@@ -94,7 +105,15 @@ def test_export_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch
         "check": False,
         "overwrite": True,
     }
-    assert run(monkeypatch, "export", "run", "out") == 0
+    assert capsys.readouterr().out == "wrote out\n"
+    export.answer = {"check": {"accept_length": 2.3456}}
+    more = ("--target", "t", "--dtype", "float32", "--json")
+    assert run(monkeypatch, "export", "run", "out", *more) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "wrote out, accept_length 2.346 when decoded again",
+        json.dumps(export.answer),
+    ]
+    assert (load.args[0].path, load.args[0].dtype) == ("t", "float32")
     assert export.options["check"] is True
     assert export.options["weights"] == "best"
     assert export.options["facts"] is None
@@ -124,6 +143,49 @@ def test_serve_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch)
     assert serve.args[1] is None
 
 
+def test_sampling_tells_where_every_row_is(
+    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rejects = Rejects(read=20)
+    for number in range(3):
+        rejects.add(RowError(Reason.NO_MESSAGES), f"\u00e9.jsonl:{number}")
+    done = SampleReport(rejects, written=13, resumed=4, new_tokens=4321, seconds=2.0)
+    sample = stub("corpus.sampler.sample_responses", done)
+    stub("corpus.prompts.read_prompts", ["row"])
+    load = stub("target.load", "TARGET")
+    words = ("sample", "--prompts", "p", "--out", "o", "--target", "t", "--json")
+    assert run(monkeypatch, *words) == 0
+    told = "o: 20 rows asked for = {} written + 4 there already + 3 rejected + {} failed; "
+    told += "4,321 new tokens at 2,160/s"
+    line, report = capsys.readouterr().out.splitlines()
+    assert line == told.format(13, 0)
+    assert json.loads(report) == {"out": "o", "prompts": Rejects().to_dict(), **done.to_dict()}
+    # names of files are for people, too
+    assert "\u00e9.jsonl" in report
+    assert load.args[0].path == "t"
+    assert sample.args[0] == "TARGET"
+
+    # of a server: what failed, and what was said of the kind that must be mended first
+    stub("target.remote.describe")
+    stub("corpus.files.expand", [])
+    stub("corpus.endpoint.sample_endpoint", done)
+    done.written = 5
+    again = "see o.errors.jsonl; the same command asks them again"
+    for kinds, first, ending in (
+        ({"timeout": 7, "refused": 1}, {"refused": "400", "timeout": "slow"}, "refused: 400"),
+        ({"half": 1, "timeout": 7}, {"half": "500", "timeout": "slow"}, "timeout: slow"),
+        ({"half": 1, "timeout": 7}, {}, None),
+    ):
+        done.errors, done.first_errors = Counter(kinds), first
+        assert run(monkeypatch, *words, "--endpoint", "http://host:1/v1") == 1
+        said = capsys.readouterr()
+        assert said.out.splitlines()[0] == told.format(5, 8)
+        listed = ", ".join(f"{name} {count}" for name, count in Counter(kinds).most_common())
+        assert said.err == f"error: 8 rows were not answered ({listed}), {again}" + (
+            f"; the first {ending}\n" if ending else "\n"
+        )
+
+
 def test_limits_of_sample_and_bench_reach_the_prompts(
     stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +202,7 @@ def test_limits_of_sample_and_bench_reach_the_prompts(
     at = ("--endpoint", "http://host:1/v1/")
     assert run(monkeypatch, "sample", "--prompts", "p", "--limit", "5", *at) == 0
     assert lazy.args[:2] == (("p",), 5)
+    assert lazy.options == {"with_tools": True}
     assert asked.args[3].endpoint == "http://host:1/v1"
 
     stub("bench.prompt_sets.read_sets", {"a": [1, 2], "b": [3, 4]})
@@ -153,13 +216,23 @@ def test_limits_of_sample_and_bench_reach_the_prompts(
 
 
 def test_capture_taps_the_layers_that_are_asked_for(
-    stub: Any, monkeypatch: pytest.MonkeyPatch
+    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = report(rows=1, tokens=2, bytes=3, forward_s=4.0, other_s=0.5, skipped=[])
+    done = report(rows=1, tokens=2000, bytes=3000, forward_s=4.0, other_s=0.5, skipped=[])
     capture = stub("corpus.capture.capture", done)
     assert run(monkeypatch, "capture", "--out", "o", "draft.target_layer_ids=[0, 4]") == 0
     assert capture.args[3].out == "o"
     assert capture.args[4] == (0, 4)
+    told = "o: 1 rows, 2,000 tokens, 3,000 bytes; 4.0 s in the target, 0.5 s in all else"
+    assert capsys.readouterr().out.splitlines() == [told]
+    done.skipped = ["r1", "r2"]
+    words = ("capture", "--out", "o", "draft.target_layer_ids=[0, 4]", "--json")
+    assert run(monkeypatch, *words) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        told,
+        "2 rows were left out: see o/quarantine.jsonl",
+        '{"a": 1}',
+    ]
     assert run(monkeypatch, "capture", "draft.num_taps=2") == 0
     assert capture.args[4] == (1, 3)
     stub("export.load.read_config", SimpleNamespace(target_layer_ids=(2, 3)))
@@ -167,14 +240,29 @@ def test_capture_taps_the_layers_that_are_asked_for(
     assert capture.args[4] == (2, 3)
 
 
-def test_the_doctor_fails_on_what_it_found(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_fails_on_what_it_found(
+    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def check() -> None:
         raise DataError("no usable row")
 
-    examine = stub("corpus.doctor.examine", report(render=lambda console: None, check=check))
-    assert run(monkeypatch, "doctor", "x.jsonl", "--max-length", "77", "--show", "0") == 2
+    found = report(render=lambda console: print("a table"), check=check)
+    examine = stub("corpus.doctor.examine", found)
+    load = stub("target.load_tokenizer", "TOKENIZER")
+    words = ("x.jsonl", "y.jsonl", "--max-length", "77", "--show", "0", "--target", "t", "--json")
+    assert run(monkeypatch, "doctor", *words) == 2
+    # a report that fails is shown first
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["a table", '{"a": 1}']
+    assert said.err == "error: no usable row\n"
+    assert examine.args[:2] == (["x.jsonl", "y.jsonl"], "TOKENIZER")
     assert examine.args[2].max_length == 77
     assert examine.options == {"show": 0}
+    assert load.args[0].path == "t"
+    found.check = lambda: None
+    assert run(monkeypatch, "doctor", "x.jsonl") == 0
+    assert (examine.args[2].max_length, examine.options) == (4096, {"show": 1})
+    assert capsys.readouterr().out == "a table\n"
 
 
 @pytest.mark.parametrize(
@@ -198,16 +286,18 @@ def test_an_error_says_which_kind_it_is_by_its_exit_code(
     class Kept(io.StringIO):
         """A stream whose text outlives its end."""
 
-        said = ""
+        left = False
 
         def close(self) -> None:
-            Kept.said = self.getvalue()
+            self.left = True
 
     monkeypatch.setattr("dspark.demo.run", fail)
     stream = Kept()
     monkeypatch.setattr(sys, "stderr", stream)
     assert run(monkeypatch, "demo") == code
     assert stream.getvalue() == words
+    # nothing more is written where nobody reads
+    assert stream.left is isinstance(error, BrokenPipeError)
     # a pipe reads results from there
     assert capsys.readouterr().out == ""
 

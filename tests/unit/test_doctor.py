@@ -93,6 +93,7 @@ def test_figures_of_a_mixed_file(tokenizer: Any, tmp_path: Path) -> None:
     assert told["thinking"] == {"on": 1, "unset": 3, "off": 1}
     assert told["thinking_share"] == 0.2
     assert told["duplicate_ids"] == 1
+    assert told["rows"]["places"]["duplicate_id"] == [f"{path}:7 (a)"]
     assert told["duplicate_contents"] == 1
     assert told["other_templates"] == {"f" * 16: 1}
     assert json.loads(json.dumps(told)) == told
@@ -154,6 +155,7 @@ def test_prompts_without_answers_are_fine(tokenizer: Any, tmp_path: Path) -> Non
     [
         ([tokens("a", 8, 0), tokens("b", 8, 1)], "no row can be trained on: 2 of 2"),
         ([tokens("a", 8, 0), {"text": "q"}], "no row can be trained on: 1 of 2"),
+        ([tokens("a", 4098, 2), {"text": "q"}], "no row can be trained on: 1 of 2 .*too_long 1"),
         (["x", "y"], r"r\.jsonl' holds no usable row: all 2 are rejected .*invalid_json 2"),
         ([], r"r\.jsonl' holds no usable row: it is empty"),
     ],
@@ -184,6 +186,29 @@ def test_a_file_without_a_usable_row_is_named_beside_good_ones(
     for path in (bad, empty):
         with pytest.raises(DataError, match=path):
             ResponseRows(DataSettings(responses=(good, path)), tokenizer)
+
+
+def test_prompts_are_counted_as_rows_are(tokenizer: Any, tmp_path: Path) -> None:
+    ask = {
+        "messages": [{"role": "system", "content": RUSSIAN}, {"role": "user", "content": ENGLISH}]
+    }
+    path = write(
+        tmp_path / "p.jsonl",
+        {"id": "a", **ask},
+        {"id": "b", **ask},
+        {"id": "a", "text": "another question"},
+        {"id": "c", "turns": ["这个问题很简单。", ENGLISH]},
+        # the template has no place for them
+        {"id": "d", "text": "q", "tools": [{"name": "f"}]},
+    )
+    report = examine([path], tokenizer, DATA)
+    told = report.to_dict()
+    assert told["rows"]["reasons"] == {"duplicate_id": 1, "tools_unsupported": 1}
+    assert told["kinds"] == {"prompt": 3}
+    # in the language of the question that is asked first
+    assert {name: one["rows"] for name, one in told["languages"].items()} == {"en": 2, "zh": 1}
+    assert (report.lengths.total(), told["duplicate_contents"]) == (3, 1)
+    assert len(report.previews) == 1
 
 
 def test_little_supervision_is_warned_about(tokenizer: Any, tmp_path: Path) -> None:
@@ -228,6 +253,7 @@ def test_quantiles_and_histogram() -> None:
 
 
 RUSSIAN = "\u0414\u0430"
+ENGLISH = "What is the best of all for you?"
 
 
 def said(question: str, *answer: str, **more: Any) -> dict[str, Any]:
@@ -281,6 +307,8 @@ def test_near_certain_mistakes_are_told(tokenizer: Any, tmp_path: Path) -> None:
         tmp_path / "r.jsonl",
         *(said(f"question {i}", refusal, category="chat") for i in range(12)),
         *(said(f"sum {i}", "", category="math\ud800") for i in range(3)),
+        # what is no text is no name
+        *(said(f"number {i}", "yes", category=i) for i in range(2)),
         sampled(tokenizer, "e", 12, 4, **said("q", "\n")),
         tokens("all", 8, 8),
         tokens("twice", 9, 4),
@@ -290,13 +318,16 @@ def test_near_certain_mistakes_are_told(tokenizer: Any, tmp_path: Path) -> None:
     report = examine([path], tokenizer, DataSettings())
     told = report.to_dict()
     json.dumps(told, ensure_ascii=False).encode()
-    assert told["categories"]["math?"] == {"read": 3, "rejected": 3}
-    assert told["duplicate_id_share"] == round(1 / 20, 4)
-    assert told["duplicate_content_share"] == round(1 / 16, 4)
+    assert told["categories"] == {
+        "chat": {"read": 12, "rejected": 0},
+        "math?": {"read": 3, "rejected": 3},
+    }
+    assert told["duplicate_id_share"] == round(1 / 22, 4)
+    assert told["duplicate_content_share"] == round(1 / 18, 4)
     for sentence in (
         "all 3 rows of category 'math?' are rejected",
-        "1 of 16 answers are empty",
-        "11 of 16 answers are word for word another row's",
+        "1 of 18 answers are empty",
+        "11 of 18 answers are word for word another row's",
         "1 rows supervise their prompt too",
     ):
         assert any(warning.startswith(sentence) for warning in report.warnings), sentence
@@ -308,6 +339,37 @@ def test_answers_that_are_all_empty_are_refused(tokenizer: Any, tmp_path: Path) 
     report = examine([write(tmp_path / "r.jsonl", *rows)], tokenizer, DataSettings())
     with pytest.raises(DataError, match="all 2 answers are empty"):
         report.check()
+
+
+def test_an_answer_that_only_thinks_or_calls_is_none_that_is_missing(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    long = "Das ist nicht die Antwort auf die Frage."
+    assert len(long) == 40
+    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, call]},
+        said("q", "", long),
+        # word for word again, from 40 characters on; a call is often made in the same words
+        *(said("q", long) for _ in range(2)),
+        *(said("q", long[:39]) for _ in range(2)),
+        *({"messages": [{**call, "content": long + ENGLISH}]} for _ in range(2)),
+        # of several answers the last counts
+        talk("q", ENGLISH, "r", long + "!"),
+        talk("q", long, "r", ENGLISH + "!"),
+    ]
+    own = (sampled(tokenizer, str(i), 12, 4, **row) for i, row in enumerate(rows))
+    report = examine([write(tmp_path / "r.jsonl", *own)], tokenizer, DATA)
+    assert (report.empty_answers, report.reasoning, report.repeated_answers) == (0, 1, 1)
+    counts = {name: tally.rows for name, tally in report.languages.items()}
+    assert counts == {"none": 1, "de": 8, "en": 1}
+
+
+def test_of_very_many_names_the_rest_are_counted_together(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [said(f"q{i}", "yes", category=f"c{i}") for i in range(103)]
+    counts = examine([write(tmp_path / "r.jsonl", *rows)], tokenizer, DATA).categories
+    assert len(counts) == 101
+    assert counts["(others)"] == [3, 0]
 
 
 @pytest.mark.parametrize(
@@ -323,6 +385,25 @@ def test_answers_that_are_all_empty_are_refused(tokenizer: Any, tmp_path: Path) 
         ("Le chat est dans la maison avec vous.", "fr"),
         ("El gato no es como los perros de la casa.", "es"),
         ("O gato não é como os cães da casa.", "pt"),
+        ("Il gatto non è nella casa con gli altri.", "it"),
+        ("Het is een huis voor de kat en het kind.", "nl"),
+        ("To nie jest kot, ale pies, który się boi.", "pl"),
+        ("Bu ev bir kedi için çok güzel ve büyük.", "tr"),
+        ("זו שאלה פשוטה", "he"),
+        ("यह एक सरल प्रश्न है", "hi"),
+        ("นี่เป็นคำถามง่าย", "th"),
+        ("Αυτή είναι μια απλή ερώτηση", "el"),
+        # a script that says more with a letter outweighs more Latin ones
+        ("请用 PyTorch 写代码", "zh"),
+        ("これは PyTorch です", "ja"),
+        ("이것은 PyTorch 입니다", "ko"),
+        # few kana are Japanese still, and one that is quoted is not
+        ("東京都知事選挙立候補者一覧表の公開", "ja"),
+        ("这个词在日语中写作の。意思是表示所属关系的助词。很常见也很简单。", "zh"),
+        # one small word among many names, a sentence with a sum, an end that is not looked at
+        ("Alpha Beta Gamma Delta the Epsilon Zeta Eta Theta Iota Kappa Lambda Mu Nu Xi", "other"),
+        ("The sum is 2 + 3 = 5 for you and me.", "en"),
+        ("The answer is for you. " * 45 + "这个问题很简单。" * 200, "en"),
         ("Here is one:\n```python\ndef f(x):\n    return [y for y in x if y]\n```", "code"),
         ("for (int i = 0; i < n; ++i) { a[i] = b[i] * (c + 1); }", "code"),
         ("Reykjavik", "other"),
@@ -336,9 +417,10 @@ def test_languages(text: str, name: str) -> None:
 
 def test_what_is_cut_is_shown_apart(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", tokens("a", 300, 290))
-    (shown,) = examine([path], tokenizer, DataSettings(max_length=50)).previews
-    assert [state for _, state in shown] == ["context", "supervised", "cut"]
-    assert [len(text) for text, _ in shown] == [10, 40, 64 + len(" …")]
+    for limit, cut in ((50, 64 + len(" …")), (236, 64)):
+        (shown,) = examine([path], tokenizer, DataSettings(max_length=limit)).previews
+        assert [state for _, state in shown] == ["context", "supervised", "cut"]
+        assert [len(text) for text, _ in shown] == [10, limit - 10, cut]
 
 
 def test_the_page_is_self_contained_and_escapes_the_data(tokenizer: Any, tmp_path: Path) -> None:

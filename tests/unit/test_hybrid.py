@@ -421,6 +421,18 @@ def test_the_plan_of_a_hybrid_run(place: Path, tmp_path: Path) -> None:
     )
     assert report["data"] == online["data"]
     assert report["memory"] == online["memory"]
+    assert report["disk"]["shards"] is None
+    # what the shards lack the target computes in every pass
+    half = generate(halved(place, tmp_path / "half"))
+    some = plan.plan_run(config(place, tmp_path / "out", *half), {}, resume=None)
+    held = [
+        one["rows"] for one in json.loads((place / "shards/manifest.json").read_text())["shards"]
+    ]
+    computed = some["features"][-1]["computed"]
+    assert computed == pytest.approx(1 - held[0] / sum(held))
+    assert {way["computed"] for way in some["features"][:-1]} == {None}
+    target = online["cost"]["tflop_per_step"]["target"]
+    assert some["cost"]["tflop_per_step"]["target"] == pytest.approx(computed * target)
     report = plan.plan_run(config(place, tmp_path, *generate(tmp_path / "no")), {}, resume=None)
     assert "is not there yet" in report["data"]["note"]
     late = [*own, f"data.responses=[{tmp_path / 'late.jsonl'}]"]

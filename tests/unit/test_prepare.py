@@ -69,7 +69,7 @@ def test_every_row_read_is_accounted_for(tmp_path: Path) -> None:
         "exact_duplicate": 1,
         "near_duplicate": 1,
     }
-    assert [one["overlaps"] for one in report["excluded"]] == [2, 1]
+    assert [(one["rows"], one["overlaps"]) for one in report["excluded"]] == [(2, 2), (1, 1)]
     assert [(one["rows"], one["kept"]) for one in report["sources"]] == [(26, 18), (3, 1)]
     assert report["places"]["near_duplicate"] == [f"{a}:25"]
     assert f"{a}:12 (13-gram of {excluded[0]})" in report["places"]["overlap"]
@@ -144,6 +144,9 @@ def test_near_texts_stay_when_the_search_is_off(tmp_path: Path) -> None:
     assert counts == {"read": 3, "train": 1, "heldout": 0, "rejected": 2}
     off = made(tmp_path / "off", source, heldout="0", near="off")
     assert off["reasons"] == {"exact_duplicate": 1}
+    assert made(tmp_path / "capitals", source, heldout="0", near=" OFF ")["counts"] == off["counts"]
+    # a sign is a difference, and the highest similarity allows none
+    assert made(tmp_path / "one", source, heldout="0", near="1")["counts"]["train"] == 2
     # a power is no digit: compatibility forms are not folded for exact equality
     powers = write(tmp_path / "p.jsonl", {"text": "What is 2²?"}, {"text": "What is 22?"})
     assert made(tmp_path / "powers", powers, heldout="0", near="off")["counts"]["train"] == 2
@@ -236,9 +239,12 @@ def test_another_preparation_is_never_overwritten(tmp_path: Path) -> None:
     [
         ({"heldout": "6"}, DataError, "--heldout 6 leaves none of 6 prompts to train on"),
         ({"heldout": "1.5"}, ConfigError, "--heldout must be a count such as 500 or a share"),
+        ({"heldout": "1.0"}, ConfigError, "--heldout must be a count such as 500 or a share"),
+        ({"heldout": "0.99999999"}, DataError, "no prompt is left to train on: all are held out"),
         ({"heldout": "-3"}, ConfigError, "--heldout must be"),
         ({"heldout": "nan"}, ConfigError, "--heldout must be"),
         ({"near": "0.3"}, ConfigError, "--near must be a similarity from 0.5 to 1, or off"),
+        ({"near": "1.5"}, ConfigError, "--near must be"),
         ({"near": "nan"}, ConfigError, "--near must be"),
         ({"exclude": ("nowhere/*.jsonl",)}, DataError, "matches no"),
         ({"exclude": ("speculator-benchmarkz",)}, DataError, "did you mean 'speculator-bench"),
@@ -246,7 +252,7 @@ def test_another_preparation_is_never_overwritten(tmp_path: Path) -> None:
         ({"exclude": ("{bad}",)}, DataError, "cannot be excluded whole: 1 of 2 rows rejected"),
         ({"exclude": ("{empty}",)}, DataError, "cannot be excluded whole: it is empty"),
         ({"sources": ("{source}", "{empty}")}, DataError, "holds no usable prompt: it is empty"),
-        ({"exclude": ("{source}",)}, ConfigError, "is a source and in --exclude"),
+        ({"exclude": ("{source}",)}, ConfigError, r"in\.jsonl' is a source and in --exclude"),
         ({"exclude": ("{copy}",)}, DataError, "no prompt is left to train on: .*overlap 6"),
     ],
 )
@@ -270,7 +276,9 @@ def test_what_is_wrong_is_said_and_nothing_is_written(
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_hub_sets_are_pinned_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_sets_are_pinned_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     import huggingface_hub
 
     calls: list[tuple[str, dict[str, Any]]] = []
@@ -305,6 +313,7 @@ def test_hub_sets_are_pinned_and_named(tmp_path: Path, monkeypatch: pytest.Monke
         "kept": 3,
     }
     assert [one["revision"] for one in report["excluded"]] == [None] * 8
+    assert "the commit of RedHatAI/speculator_benchmarks is not known" in caplog.text
     assert [one["overlaps"] for one in report["excluded"]] == [1] + [0] * 7
     row = json.loads((tmp_path / "out/train.jsonl").read_text().splitlines()[0])
     assert row["source"] == "HuggingFaceH4/ultrachat_200k:train_sft"
@@ -339,16 +348,23 @@ def test_the_command_hands_on_every_option(
 
     monkeypatch.setattr(prepared, "prepare", stage)
     words = ("a", "b", "--out", "o", "--exclude", "x", "y", "--heldout", "9", "--limit", "3",
-             "--exclude=z", "--seed", "0", "--near", "off", "--json")  # fmt: skip
+             "--exclude=z", "w", "--seed", "4", "--near", "off", "--json")  # fmt: skip
     assert run(monkeypatch, *words) == 0
     settings, out = calls[0]
     assert settings == PrepareSettings(
-        sources=("a", "b"), exclude=("x", "y", "z"), heldout="9", limit=3, seed=0, near="off"
+        sources=("a", "b"), exclude=("x", "y", "z", "w"), heldout="9", limit=3, seed=4, near="off"
     )
     assert out == Path("o")
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "o: 5 rows read = 2 train + 1 held out + 2 rejected (overlap 2)"
-    assert json.loads(said[1])["counts"]["train"] == 2
+    assert json.loads(said[1]) == {
+        "out": "o",
+        "made": True,
+        "counts": {"read": 5, "train": 2, "heldout": 1, "rejected": 2},
+        "reasons": {"overlap": 2},
+    }
+    assert run(monkeypatch, "a", "--out", "o") == 0
+    assert calls.pop()[0] == PrepareSettings(sources=("a",))
     # what a shell makes of --exclude eval/*.jsonl is not half trained on
     assert run(monkeypatch, "--out", "o", "--exclude", "x", "y") == 2
     assert run(monkeypatch, "a", "--out", "o", "--limit", "0") == 2
@@ -367,4 +383,6 @@ def test_errors_are_a_sentence_and_code_two(
     assert len(said) == 2
     for ending in ("", " is there already"):
         assert run(monkeypatch, source, "--out", str(tmp_path / "o")) == 0
-        assert capsys.readouterr().out.startswith(f"{tmp_path / 'o'}{ending}: 3 rows read = 3 ")
+        assert capsys.readouterr().out == (
+            f"{tmp_path / 'o'}{ending}: 3 rows read = 3 train + 0 held out + 0 rejected\n"
+        )

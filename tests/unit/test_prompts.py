@@ -36,6 +36,12 @@ def reason_of(tmp_path: Path, row: Any) -> Reason:
     return reason
 
 
+def calling(arguments: Any) -> dict[str, Any]:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    asked = {"role": "user", "content": "q"}
+    return {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
 def chat(*pairs: tuple[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in pairs]}
 
@@ -50,6 +56,7 @@ def chat(*pairs: tuple[str, Any]) -> dict[str, Any]:
         {"turns": ["q"]},
         {"text": "q"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]},
+        {"messages": [{"role": "user", "content": ["", {"type": "text", "text": "q"}]}]},
         {"messages": [{"role": "system", "content": " "}, {"role": "User", "content": "q"}]},
         {"messages": [], "turns": ["q"], "unknown": 1},
         {"messages": [{"role": "user", "content": "q"}], "conversations": [{"from": "x"}]},
@@ -61,8 +68,11 @@ def test_every_row_shape_gives_the_same_prompt(tmp_path: Path, row: dict[str, An
     assert prompt.id == content_id([{"role": "user", "content": "q"}])
 
 
-def test_roles_reasoning_and_tool_calls_are_normalised(tmp_path: Path) -> None:
-    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+@pytest.mark.parametrize("calls", [[CALL], CALL, CALL["function"]])
+def test_roles_reasoning_and_tool_calls_are_normalised(tmp_path: Path, calls: Any) -> None:
     prompt = one(
         tmp_path,
         {
@@ -73,8 +83,8 @@ def test_roles_reasoning_and_tool_calls_are_normalised(tmp_path: Path) -> None:
                 {"role": "human", "content": "q"},
                 {"role": "gpt", "content": "a", "thinking": "hm"},
                 {"role": "user", "content": "r"},
-                {"role": "model", "content": None, "tool_calls": [call]},
-                {"role": "tool", "content": "3", "name": "f"},
+                {"role": "model", "content": None, "tool_calls": calls},
+                {"role": "tool", "content": "3", "name": "f", "tool_call_id": "c", "x": 1},
                 {"role": "assistant", "content": "dropped"},
             ],
         },
@@ -90,7 +100,7 @@ def test_roles_reasoning_and_tool_calls_are_normalised(tmp_path: Path) -> None:
             "content": "",
             "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
         },
-        {"role": "tool", "content": "3", "name": "f"},
+        {"role": "tool", "content": "3", "name": "f", "tool_call_id": "c"},
     ]
 
 
@@ -135,23 +145,37 @@ def test_turns_keep_later_turns_as_followups(tmp_path: Path) -> None:
         ({**chat(("user", "q")), "tools": "[{"}, Reason.BAD_TOOLS),
         ({**chat(("user", "q")), "tools": {"name": "f"}}, Reason.BAD_TOOLS),
         ({**chat(("user", "q")), "tools": ["f"]}, Reason.BAD_TOOLS),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": "q"},
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}],
-                    },
-                ]
-            },
-            Reason.BAD_TOOL_CALL,
-        ),
+        (calling("{x"), Reason.BAD_TOOL_CALL),
+        (calling("[1]"), Reason.BAD_TOOL_CALL),
+        (calling([1]), Reason.BAD_TOOL_CALL),
     ],
 )
 def test_bad_rows_have_a_reason(tmp_path: Path, row: Any, reason: Reason) -> None:
     assert reason_of(tmp_path, row) is reason
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"messages": 5}, "a int, not a list"),
+        ({"messages": "not json"}, "a string that is not JSON"),
+        ({"messages": ["q"]}, "a message that is a str"),
+        ({"turns": "q"}, "turns is a str, not a list"),
+        ({"turns": ["q", 3]}, "turns: a int"),
+        (chat(("wizard", "q")), "'wizard'"),
+        ({"messages": [{"content": "q"}]}, "None"),
+        (chat(("user", " ")), "user"),
+        (chat(("user", 3)), "user: a int"),
+        (chat(("user", [3])), "user: a part that is not text"),
+        (calling("{x"), "arguments are not JSON"),
+        (calling([1]), "arguments are not an object"),
+    ],
+)
+def test_what_is_wrong_stands_beside_the_line(tmp_path: Path, row: Any, told: str) -> None:
+    path = write(tmp_path / "bad.jsonl", json.dumps(row))
+    with pytest.raises(DataError) as refused:
+        read_prompts([path])
+    assert str(refused.value).endswith(f"; first: {path}:1 ({told})")
 
 
 def test_tools_are_read_for_callers_that_render_them(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dspark.corpus.words import tokens
 @pytest.mark.parametrize(
     "different",
     [
+        *(("Compute 12 7", f"Compute 12 {sign} 7") for sign in "+-*/×÷±^%&|~→"),
         ("Compute 12 + 7", "Compute 12 - 7", "Compute 12 * 7", "Compute 12 / 7", "Compute 12 × 7"),
         ("If x = -5", "If x = 5"),
         ("a < b", "a > b", "a = b", "a ≤ b", "a≠b", "a != b"),
@@ -18,7 +19,14 @@ from dspark.corpus.words import tokens
         ("2*(3+4)", "(2*3)+4"),
         ("2 * (3 * 4) * 5", "(2 * 3) * 4 * 5", "2 * 3 * 4 * 5"),
         ("1.5 m", "1,5 m", "15 m"),
-        ("x - y", "x + y", "x y"),
+        ("x - y", "x + y", "x * y", "x y"),
+        # a sign counts with a letter on one side of it, and with room on one
+        ("2-x", "2 x"),
+        ("x-2", "x 2"),
+        ("2* 3", "2 3"),
+        ("(a + b) / c", "a + b / c"),
+        ("a/(b + c)", "a/b + c"),
+        ("a / (b + c)", "a / b + c"),
         ("5! is", "5 is"),
         ("p & q", "p | q", "p → q", "¬p & q"),
         ("5% of", "5 of"),
@@ -33,6 +41,8 @@ def test_exercises_that_differ_in_a_sign_differ(different: tuple[str, ...]) -> N
     [
         ("12 + 7", "12+7", "１２ ＋ ７"),
         ("x = -5", "x = −5", "x=–5"),
+        ("5 - 3", *(f"5 {dash} 3" for dash in "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d")),
+        ("3½ cups", "3 1/2 cups"),
         ("2²", "2^2", "2 ^ 2"),
         ("a well-known man", "a well known man", "a well‐known man", "a well\u200b-known man"),
         ("- eggs\n- milk", "* eggs\n* milk", "eggs, milk"),

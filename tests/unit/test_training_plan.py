@@ -5,10 +5,12 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from dspark import config_io
@@ -16,14 +18,30 @@ from dspark.config import LossSettings
 from dspark.corpus import store
 from dspark.draft import DSparkDraftModel
 from dspark.draft.config import DSparkConfig
-from dspark.errors import CheckpointError, ConfigError, DataError
+from dspark.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MissingPackageError,
+    TargetError,
+)
 from dspark.export.config_json import from_json
 from dspark.losses import objective_chunked
 from dspark.target import outline
+from dspark.target.config import LingConfig
+from dspark.target.sizes import parameter_counts
 from dspark.testing import save_tiny_target
-from dspark.training import checkpoint, memory, plan, plan_text, program
+from dspark.training import (
+    checkpoint,
+    memory,
+    plan,
+    plan_features,
+    plan_sizes,
+    plan_text,
+    program,
+)
 from dspark.training.flops import PassWork, draft_flops
-from dspark.training.plan_model import draft_shape
+from dspark.training.plan_model import draft_shape, inner_size, target_counts
 
 ROOT = Path(__file__).resolve().parents[2]
 FLASH = ROOT / "configs/ling-3.0-flash-dspark.yaml"
@@ -65,7 +83,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for number, length in enumerate(LENGTHS)
     ]
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, held in (("rows", rows), ("fewer", rows[:9])):
+        lines = "".join(json.dumps(row) + "\n" for row in held)
+        (directory / f"{name}.jsonl").write_text(lines)
     return directory
 
 
@@ -104,8 +124,18 @@ def test_batch_steps_and_parameters_are_those_of_the_settings(place: Path) -> No
         "slots_per_step": round(4 * sum(anchors) / 10 * 4),
     }
     assert report["steps"] == {"total": 60, "epochs": 30.0, "warmup": 3, "tokens": 60 * 160}
-    assert report["data"]["documents"] == report["data"]["rows"] == 10
-    assert report["data"]["longest_row"] == 128  # whole tiles
+    assert report["data"] == {
+        "known": True,
+        "assumed": False,
+        "note": None,
+        "documents": 10,
+        "rows": 10,
+        "tokens": 400,
+        "fill": None,
+        "longest_row": 128,  # whole tiles
+        "tokens_per_row": 40.0,
+        "anchors_per_row": sum(anchors) / 10,
+    }
     found = report["parameters"]
     assert (found["layers"], found["context"]) == (2 * LAYER, 3 * 64 * 64)
     assert (found["markov_head"], found["confidence_head"]) == (2 * 260 * 8, 64 + 8 + 1)
@@ -126,6 +156,13 @@ def test_packed_rows_count_as_rows(place: Path) -> None:
     assert report["batch"]["packed"]
     assert report["steps"]["total"] == 18
     assert report["steps"]["tokens"] == 18 * round(400 / 6)
+    assert data["anchors_per_row"] == pytest.approx((5 * 30 + 19) / 6)
+    # as many documents more as rows
+    many = planned(place, "data.max_length=80", "data.pack_length=80", tokens=4000)["data"]
+    assert (many["rows"], many["documents"]) == (60, 100)
+    assert (
+        planned(place, "data.max_length=80", "data.pack_length=200")["data"]["longest_row"] == 256
+    )
 
 
 def test_memory_of_every_engine_is_its_shares(place: Path) -> None:
@@ -250,6 +287,78 @@ def test_cost_follows_from_the_assumed_share(place: Path) -> None:
     again = planned(place, "train.steps=10", "train.gradient_checkpointing=true")["cost"]
     more = again["tflop_per_step"]["recomputation"]
     assert more == pytest.approx((parts["attention"] + parts["layers"]) / 3)
+    slots = 4 * sum(min(30, length - 5) for length in LENGTHS) / 10
+    # an anchor sees half of its document, a long document has more of them, and its own block
+    seen = slots * (sum(length * length for length in LENGTHS) / (2 * 400) + 4)
+    work = PassWork(context=40, slots=slots, seen=seen, supervised=slots)
+    for name, value in draft_flops(draft_of(place), work).items():
+        assert parts[name] == pytest.approx(value / 1e12), name
+    # processes do their rows at the same time
+    four = planned(place, "train.steps=10", environ={"WORLD_SIZE": "4", "LOCAL_RANK": "0"})["cost"]
+    assert four["tflop_per_step_total"] == pytest.approx(4 * one["tflop_per_step_total"])
+    assert four["seconds_per_step"] == pytest.approx(one["seconds_per_step"])
+    assert (four["hours"], four["gpu_hours"]) == pytest.approx((one["hours"], 4 * one["gpu_hours"]))
+
+
+def test_memory_follows_from_the_settings(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, bf16 = planned(place)["memory"], planned(place, "train.mixed_precision=bf16")["memory"]
+    assert (plain["budget"], plain["budget_assumed"]) == (80 * 2**30, True)
+    assert "copies" not in plain
+    assert bf16["copies"] == 2 * OWN
+    # of the longest row, and of the row with the most anchors
+    assert plain["features"] == 128 * 4 * 64 * 4
+    fewer = planned(place, "train.num_anchors=5")["memory"]
+    assert fewer["activations"] < plain["activations"]
+    monkeypatch.setattr(plan_sizes, "_BUDGET", plain["peak"])
+    assert planned(place)["memory"]["largest_batch_size"] == 1
+    monkeypatch.setattr(plan_sizes, "_BUDGET", plain["peak"] - 1)
+    assert planned(place)["memory"]["largest_batch_size"] == 0
+    ways = planned(place, "train.steps=3")["features"]
+    assert [way["fits"] for way in ways] == [False] + [True] * (len(ways) - 1)
+    # a target that is too large for one device is not spread unless it can be
+    monkeypatch.setattr(plan_sizes, "_BUDGET", 1000)
+    ways = planned(place, "train.steps=3")["features"]
+    assert {way["target_devices"] for way in ways} == {None, 1}
+    assert not any(way["fits"] for way in ways)
+
+
+def test_validation_takes_a_checkpoint_more_and_the_target(place: Path, tmp_path: Path) -> None:
+    own = ["train.validation_prompts=[" + str(place / "rows.jsonl") + "]"]
+    with pytest.raises(DataError, match="tokens_only"):
+        planned(place, *own)
+    (tmp_path / "ask.jsonl").write_text('{"text": "q"}\n')
+    own = [f"train.validation_prompts=[{tmp_path / 'ask.jsonl'}]"]
+    assert planned(place, *own)["disk"]["checkpoints"] == 4
+    # a decode would need the target where features are read, so they are compared without
+    ways, plain = planned(place, *own)["features"], planned(place)["features"]
+    assert [way["memory_peak"] for way in ways] == [way["memory_peak"] for way in plain]
+    with pytest.raises(DataError, match="room for 600 new tokens in 512 positions"):
+        planned(place, *own, "train.validation_max_new_tokens=600")
+    shutil.copytree(place / "target", tmp_path / "target")
+    template = tmp_path / "target" / "chat_template.jinja"
+    assert template.exists()
+    template.write_text("{{ 1 // 0 }}")
+    with pytest.raises(TargetError, match="division"):
+        planned(place, *own, f"target.path={tmp_path / 'target'}")
+
+
+def test_other_processes_are_planned_for_as_when_they_run(place: Path) -> None:
+    own = ["train.num_processes=2", "train.epochs=3"]
+    own += ["train.features=split", "train.target_devices=[cpu, cpu, cpu]"]
+    report = planned(place, *own)
+    then, now = (
+        report["at_num_processes"],
+        planned(place, *own, environ={"WORLD_SIZE": "2", "LOCAL_RANK": "0"}),
+    )
+    assert "at_num_processes" not in now
+    peaks = then.pop("memory_peak")
+    assert then.pop("processes") == 2
+    assert then == {name: now[name] for name in then}
+    assert set(then) == {"batch", "steps", "target_workers", "cost"}
+    assert then["steps"] != report["steps"]
+    assert then["target_workers"] != report["target_workers"]
+    assert set(peaks) == {"replicated", "zero2", "zero3", "fsdp2"}
+    assert peaks["replicated"] == now["memory"]["peak"] != report["memory"]["peak"]
 
 
 def test_sources_of_features_are_compared_for_the_same_run(
@@ -275,6 +384,11 @@ def test_sources_of_features_are_compared_for_the_same_run(
     hours = 2 * active * 1.24e9 / (989e12 * 0.4) / 3600
     assert half["capture_gpu_hours"] == pytest.approx(3 * hours)
     assert half["gpu_hours"] == pytest.approx(half["hours"] + 3 * hours)
+    assert (online["target_devices"], split["target_devices"], half["target_devices"]) == (
+        None,
+        3,
+        3,
+    )
     # ten passes in the trainer's process
     assert online["gpu_hours"] == pytest.approx(half["hours"] + 10 * hours, rel=1e-3)
     assert split["gpu_hours"] == pytest.approx(7 * max(half["hours"], 10 * hours / 2), rel=1e-3)
@@ -288,9 +402,12 @@ def test_sources_of_features_are_compared_for_the_same_run(
     assert "ASSUMED 1,240,000,000 tokens" in text
     assert text.count("DOES NOT FIT") == 1
     # 249 GB fit on no single device, whoever it computes for
-    one = config_io.load(str(FLASH), ["train.num_processes=1", "train.target_devices=[cuda:2]"])
-    found = plan.plan_run(one, {}, resume=None)["features"]
-    assert [way["fits"] for way in found] == [False] * len(found)
+    one = config_io.load(
+        str(FLASH), ["train.num_processes=1", "train.target_devices=[cuda:2, cuda:3+cuda:4]"]
+    )
+    found = plan.plan_run(one, {}, resume=None)
+    assert not any(way["fits"] for way in found["features"])
+    assert found["target_workers"]["weights_a_device"] > 231 * 2**30
 
 
 def test_assumed_tokens_are_more_rows_of_the_same_kind(place: Path) -> None:
@@ -320,6 +437,10 @@ def test_assumed_tokens_are_more_rows_of_the_same_kind(place: Path) -> None:
     ]
     assert [way["chosen"] for way in mixed] == [False] * (len(mixed) - 1) + [True]
     assert (mixed[-1]["computed"], mixed[-1]["hours"]) == (1.0, ways[0]["hours"])
+    # it captures nothing, though there may be no shards yet
+    none = planned(place, *how[:2], f"data.shards={place / 'none'}", tokens=4000)["features"][-1]
+    assert (none["chosen"], none["capture_gpu_hours"], none["store_free"]) == (True, None, None)
+    assert planned(place, tokens=1)["data"]["rows"] == 1
     unknown = planned(place, "data.responses=[later.jsonl]")["features"]
     assert {way["gpu_hours"] for way in unknown} == {None}
     assert all(way["seconds_per_step"] > 0 for way in unknown)
@@ -376,6 +497,19 @@ def test_without_data_the_settings_are_the_bound(place: Path) -> None:
     assert report["steps"] == {"total": None, "epochs": 10.0, "warmup": None, "tokens": None}
     assert report["batch"]["tokens_per_step"] == 192
     assert report["cost"]["gpu_hours"] is None
+    assert data["longest_row"] == 128
+    assert data["anchors_per_row"] == 30
+    all_anchors = planned(place, *gone, "train.num_anchors=200")
+    assert all_anchors["data"]["anchors_per_row"] == 95
+    slots = 2 * 30 * 4
+    work = PassWork(context=192, slots=slots, seen=slots * (48 + 4), supervised=slots)
+    wanted = draft_flops(draft_of(place), work)["attention"]
+    assert report["cost"]["tflop_per_step"]["attention"] == pytest.approx(wanted / 1e12)
+    packed = planned(place, *gone, "data.pack_length=300")
+    assert (packed["data"]["tokens_per_row"], packed["data"]["longest_row"]) == (300, 384)
+    (place / "rows.txt").write_text("no rows")
+    with pytest.raises(DataError, match=r"rows\.txt"):
+        planned(place, f"data.responses=[{place / 'rows.txt'}]")
     told = planned(place, *gone, "train.steps=50")
     assert told["steps"] == {"total": 50, "epochs": None, "warmup": 2, "tokens": 50 * 192}
 
@@ -404,7 +538,7 @@ def test_a_config_alone_is_enough_and_its_draft_is_the_official_one(
     report = plan.plan_run(config, {}, resume=None)
     assert report["parameters"]["with_tables"] == 1_363_707_905
     assert report["parameters"]["trainable"] == 558_925_825
-    assert "no tokenizer" in report["data"]["note"]
+    assert report["data"]["note"] == f"target '{config.target.path}' has no tokenizer yet"
     assert report["batch"]["global_batch"] == 256
     assert report["at_num_processes"]["batch"]["global_batch"] == 512
     peaks = report["at_num_processes"]["memory_peak"]
@@ -418,13 +552,36 @@ def test_a_config_alone_is_enough_and_its_draft_is_the_official_one(
     beside = beside.model_copy(update={"target": config.target})
     alone = plan.plan_run(beside, {}, resume=None)
     assert "most for target weights (231.7 GiB)" in alone["warnings"][0]
+    # nine tenths of a GPU are for weights
+    assert [way["target_devices"] for way in alone["features"][:2]] == [None, 4]
+    counts = parameter_counts(LingConfig.from_file(tmp_path / "Ling-3.0-flash" / "config.json"))
+    head = 157_184 * 2560
+    assert report["parameters"]["target_active"] == counts["active_parameters"] - head
+    # the mask's id is open until a tokenizer is there, or it is given
+    given = ["train.num_processes=1", ""]
+    for mask in (None, 77):
+        given[1] = f"draft.mask_token_id={json.dumps(mask)}"
+        found = plan.plan_run(config_io.load(FLASH, given), {}, resume=None)
+        assert found["draft"]["draft.mask_token_id"] == mask
+    given[1] = f"draft.mask_token_id={raw['pad_token_id']}"
+    with pytest.raises(ConfigError, match="mask_token_id"):
+        plan.plan_run(config_io.load(FLASH, given), {}, resume=None)
+    (tmp_path / "start").mkdir()
+    shutil.copy(
+        ROOT / "configs/drafts/ling-3.0-flash-dspark.json", tmp_path / "start" / "config.json"
+    )
+    given[1:] = ["draft.init_from=start", "draft.mask_token_id=null"]
+    found = plan.plan_run(config_io.load(FLASH, given), {}, resume=None)
+    assert found["draft"]["draft.mask_token_id"] == raw["mask_token_id"]
     assert not (tmp_path / "outputs").exists()
 
 
-def test_shards_are_measured_by_their_manifest(place: Path, tmp_path: Path) -> None:
+def test_shards_are_measured_by_their_manifest(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offline = ["train.features=offline", f"data.shards={tmp_path / 'shards'}", "train.steps=2"]
     report = planned(place, *offline)
-    assert "is not there yet" in report["data"]["note"]
+    assert report["data"]["note"] == f"data.shards '{tmp_path / 'shards'}' is not there yet"
     assert report["disk"]["shards"] is None
     rows = [
         store.ShardRow(
@@ -443,6 +600,15 @@ def test_shards_are_measured_by_their_manifest(place: Path, tmp_path: Path) -> N
     store.finish(tmp_path / "shards", HEADER, [shard])
     report = planned(place, *offline)
     assert (report["data"]["documents"], report["data"]["tokens"]) == (2, 60)
+    assert report["data"]["anchors_per_row"] == (30 + 19) / 2
+    # whether the responses are there does not matter to them
+    assert planned(place, *offline, "data.responses=[later.jsonl]")["data"] == report["data"]
+    # one that would have to be captured is told what is free where it would go
+    monkeypatch.setattr(plan_features, "free_bytes", lambda place: len(str(place)))
+    ways = planned(place, *offline, "capture.out=/there")["features"]
+    assert [way["store_free"] for way in ways if way["features"] == "offline"] == [
+        None if way["chosen"] else len("/there") for way in ways if way["features"] == "offline"
+    ]
     # as they are, not as a capture would be: and that is done
     assert report["disk"]["shards"] == 60 * (4 * 64 * 4 + 5)
     (chosen,) = (way for way in report["features"] if way["chosen"])
@@ -477,6 +643,7 @@ def test_a_run_that_would_go_on_is_said_to(place: Path, tmp_path: Path) -> None:
         ("data.pack_length=4096", "data.pack_length is 4096 but .* was trained with None"),
         ("train.steps=3", "the run is 3 steps long but .* was trained for 1"),
         ("draft.num_layers=1", "draft.num_layers is 1 but .* was trained with 2"),
+        ("data.responses=[{place}/fewer.jsonl]", "data rows is 9 but .* was trained with 10"),
     ],
 )
 def test_going_on_with_other_settings_is_refused_as_by_the_run(
@@ -486,7 +653,7 @@ def test_going_on_with_other_settings_is_refused_as_by_the_run(
     own = [f"target.path={tmp_path / 'target'}", f"train.output_dir={tmp_path / 'out'}"]
     own += ["target.device=cpu", "train.steps=1", "draft.mask_token_id=200"]
     program.run(config_io.load(None, settings(place, *own)))
-    config = config_io.load(None, settings(place, *own, changed))
+    config = config_io.load(None, settings(place, *own, changed.format(place=place)))
     resume = program.find_resume(config, clear=False)
     with pytest.raises(CheckpointError, match=message):
         plan.plan_run(config, {}, resume=resume)
@@ -505,6 +672,15 @@ def test_going_on_with_other_settings_is_refused_as_by_the_run(
 def test_devices_are_looked_at(place: Path, given: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(place, "train.features=split", *given)
+
+
+def test_devices_of_a_machine_are_for_its_own_trainers(place: Path) -> None:
+    environ = {"WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    own = ["train.features=split", "train.target_devices=[cuda:2, cuda:3]"]
+    assert planned(place, *own, environ=environ)["launch"]["processes"] == 4
+    with pytest.raises(ConfigError, match=r"2 device\(s\) for 4 trainers"):
+        planned(place, *own[:1], "train.target_devices=[cuda:4, cuda:5]",
+                environ={**environ, "LOCAL_WORLD_SIZE": "4"})  # fmt: skip
 
 
 # --- launches -----------------------------------------------------------------------------
@@ -539,16 +715,46 @@ def test_the_launcher_says_how_many_and_how(place: Path, monkeypatch: pytest.Mon
         }
         assert report["memory"]["weights"] == 4 * -(-OWN // 4)
         assert report["batch"]["global_batch"] == 4
-    told = planned(place, environ=launched(monkeypatch, ACCELERATE_DEEPSPEED_ZERO_STAGE="3"))
-    assert told["launch"]["strategy"] == "zero3"
+    for more, strategy in (({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "zero3"), ({}, "zero2")):
+        environ = launched(monkeypatch, **more)
+        told = planned(place, environ=environ)
+        assert told["launch"]["strategy"] == strategy
+        # parts of a draft in shards are not compiled, whatever the setting says
+        apart = planned(place, "train.compile=true", environ=environ)["memory"]
+        assert (apart == told["memory"]) is (strategy == "zero3")
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2"}
+    fsdp |= {"LOCAL_RANK": "0", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert planned(place, environ=fsdp)["launch"] == {
+        "processes": 2,
+        "strategy": "fsdp2",
+        "precision": "bf16",
+    }
 
 
 def test_a_launch_that_would_be_refused_is_refused(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = launched(monkeypatch, ACCELERATE_DEEPSPEED_ZERO_STAGE="1")
     with pytest.raises(ConfigError, match=r"stage is 1: this trainer knows 2 and 3"):
         planned(place, environ=environ)
+    path = tmp_path / "zero.json"
+    environ = launched(monkeypatch, ACCELERATE_DEEPSPEED_CONFIG_FILE=str(path))
+    with pytest.raises(ConfigError, match=rf"'{path}' is not a file \(from "):
+        planned(place, environ=environ)
+    for given, said in (
+        ("{", "accelerate refuses the DeepSpeed settings: Expecting"),
+        ('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": false}}', "precision is bf16"),
+        ('{"zero_optimization": {"stage": 2}, "train_batch_size": 5}', r"processes \(4\)"),
+    ):
+        path.write_text(given)
+        with pytest.raises(ConfigError, match=said):
+            planned(place, "train.mixed_precision=bf16", environ=environ)
+    with pytest.raises(ConfigError, match="asked for Megatron-LM"):
+        planned(place, environ={"ACCELERATE_USE_MEGATRON_LM": "true"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match="needs the package wandb"):
+        planned(place, "train.tracker.kind=wandb")
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"train.num_processes is 8 but 4 process"):
         planned(place, "train.num_processes=8", environ={"WORLD_SIZE": "4", "LOCAL_RANK": "0"})
     with pytest.raises(ConfigError, match="FSDP of one process shards nothing"):
@@ -559,7 +765,10 @@ def test_a_launch_that_would_be_refused_is_refused(
 
 
 def test_the_program_prints_and_leaves_nothing(
-    place: Path, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program.main(["--plan", "--json", *settings(place, "train.num_processes=2")])
     report = json.loads(capsys.readouterr().out)
@@ -572,6 +781,16 @@ def test_the_program_prints_and_leaves_nothing(
     assert "ASSUMED MFU 0.4 of 989" in told
     assert "on train.num_processes=2:" in told
     assert f"{OWN:,} trainable" in told
+    program.main(["--plan", "--json", "--mfu", "0.2", "--tokens", "4e3", *settings(place)])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["cost"]["assumed_mfu"], report["data"]["tokens"]) == (0.2, 4000)
+    # what a killed save left is the run's to clear, and one process of several tells the plan
+    left = tmp_path / f"{checkpoint._ASIDE}9.tmp"
+    left.mkdir()
+    monkeypatch.setenv("RANK", "1")
+    program.main(["--plan", *settings(place), f"train.output_dir={tmp_path}"])
+    assert capsys.readouterr().out == ""
+    assert left.exists()
     assert not (place / "out").exists()
     assert not torch.distributed.is_initialized()
 
@@ -593,7 +812,14 @@ def test_the_program_prints_and_leaves_nothing(
         ),
         (["target.path=/nowhere"], "neither a model directory"),
         (["target.config_overrides={rope_scaling: null}"], "is for Ling-3.0 targets"),
-        (["--mfu", "2"], "--mfu must be a share above 0 and at most 1"),
+        *(
+            (
+                ["--mfu", text],
+                f"--mfu must be a share above 0 and at most 1, such as 0.4; got '{text}'",
+            )
+            for text in ("2", "0", "nan", "x")
+        ),
+        (["--tokens", "x"], "such as 1.24e9; got 'x'"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_code_2(
@@ -615,11 +841,53 @@ def test_rows_that_no_block_can_learn_from_are_refused(place: Path, tmp_path: Pa
         planned(place, *own)
 
 
-def test_a_share_without_a_plan_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("given", [("--mfu", "0.5"), ("--tokens", "9")])
+def test_what_a_plan_assumes_is_refused_without_one(
+    given: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        program.main(["--mfu", "0.5"])
+        program.main(list(given))
     assert ended.value.code == 2
-    assert "is for --plan" in capsys.readouterr().err
+    assert f"error: {' '.join(given)} is for --plan; give that too" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_damaged_is_not_one_that_is_missing(
+    place: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(place / "target", tmp_path / "target")
+    (tmp_path / "target" / "tokenizer.json").write_text("{")
+    with pytest.raises(TargetError, match="tokenizer"):
+        planned(place, f"target.path={tmp_path / 'target'}")
+
+
+def test_the_whole_peak_may_be_assumed() -> None:
+    assert plan.share("1") == 1.0
+
+
+def test_a_token_passes_through_its_share_of_the_experts(tmp_path: Path) -> None:
+    transformers.Qwen3MoeConfig(
+        vocab_size=260, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=8, num_experts_per_tok=2, decoder_sparse_step=1, mlp_only_layers=[],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    target = outline(config_io.load(None, [f"target.path={tmp_path}"]).target)
+    count, active = target_counts(target)
+    tables, experts = 2 * 260 * 64, 2 * 8 * 3 * 64 * 32
+    assert active == count - tables - experts * 6 // 8
+
+
+@pytest.mark.parametrize(
+    ("given", "widest"),
+    [
+        ({"intermediate_size": 96}, 96),
+        ({"intermediate_size": 96, "moe_intermediate_size": 60, "num_experts_per_tok": 2}, 120),
+        ({"intermediate_size": 300, "moe_intermediate_size": 60, "num_experts_per_tok": 2}, 300),
+    ],
+)
+def test_a_layer_is_as_wide_as_what_a_token_passes_through(
+    given: dict[str, int], widest: int
+) -> None:
+    assert inner_size(SimpleNamespace(**given)) == widest
 
 
 def draft_of(place: Path) -> DSparkConfig:
