@@ -1,6 +1,7 @@
 """The file that a sampler appends to: whose it is, how its rows are named, a disk that is full."""
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,6 +77,14 @@ def test_a_packed_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="plain lines"):
         ask(["p"], tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_device_is_no_file_of_rows(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/null")):
+        with pytest.raises(ConfigError, match=f"sample.out '{path}' is a device or pipe"):
+            ResponseWriter(path)
 
 
 @pytest.mark.parametrize("where", ["process", "endpoint"])
