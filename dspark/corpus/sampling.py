@@ -308,7 +308,8 @@ def rows_present(
     found = set()
     for raw in read_rows(str(out), Rejects()):
         row = raw.value
-        if row.get("format") != FORMAT:
+        numbers = [row.get("part", 0), row.get("parts", 1), row.get("sample", 0)]
+        if row.get("format") != FORMAT or not all(type(number) is int for number in numbers):
             raise ConfigError(f"sample.out '{out}' holds rows that no sampler wrote ({raw.place})")
         for name, ours in origin.items():
             if row.get(name) != ours:
@@ -317,11 +318,11 @@ def rows_present(
                     f"sample.out '{out}' was written with another {name.replace('_', ' ')} "
                     f"({row.get(name)}, now {ours}){told}; choose another file"
                 )
-        part = int(row.get("part", 0))
-        if part == int(row.get("parts", 1)) - 1:
+        part, parts, sample = numbers
+        if part == parts - 1:
             identity = str(row.get("id"))
             name = identity.removesuffix(f"/{part}") if part else identity
-            found.add((name, int(row.get("sample", 0))))
+            found.add((name, sample))
     return found
 
 

@@ -79,6 +79,19 @@ def test_a_packed_file_is_refused(tmp_path: Path, name: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("change", [{"part": "x"}, {"parts": None}, {"sample": 0.5}])
+def test_a_row_that_was_changed_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    out = tmp_path / "r.jsonl"
+    ask(["a", "b", "c"], out)
+    lines = out.read_text().splitlines()
+    lines[1] = json.dumps({**json.loads(lines[1]), **change})
+    out.write_text("\n".join(lines) + "\n")
+    before = out.read_bytes()
+    with pytest.raises(ConfigError, match=r"rows that no sampler wrote \(.*r.jsonl:2\)"):
+        ask(["a", "b", "c"], out)
+    assert out.read_bytes() == before
+
+
 def test_a_device_is_no_file_of_rows(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
