@@ -4,6 +4,7 @@ One YAML file holds the sections of all stages, so that `sample`, `capture`, `tr
 of one run read the same target, template and seed. Reading and overriding: `config_io`.
 """
 
+import math
 import re
 import urllib.parse
 from typing import Annotated, Any, Literal, Self
@@ -95,13 +96,20 @@ class SamplingSetting(_Settings):
 
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 1.0
-    """0 is greedy."""
+    """0 is greedy; else 0.01 or more, below which engines take another and logits overflow."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
     """-1 or 0: no limit."""
     min_p: Fraction = 0.0
     thinking: bool | None = None
     """Passed to the template as `enable_thinking`; None leaves it out."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_drawn_or_greedy(cls, temperature: float) -> float:
+        if 0 < temperature < 0.01:
+            raise ValueError("must be 0 (greedy), or from 0.01 to 2")
+        return temperature
 
     @model_validator(mode="after")
     def _greedy_is_plain(self) -> Self:
@@ -193,6 +201,8 @@ class SampleSettings(_Settings):
     def _at_least_one(cls, settings: tuple[SamplingSetting, ...]) -> tuple[SamplingSetting, ...]:
         if not settings:
             raise ValueError("must hold at least one setting, such as {temperature: 1}")
+        if math.isinf(sum(setting.weight for setting in settings)):
+            raise ValueError("must have weights whose sum is finite, such as 1 and 2")
         return settings
 
 
@@ -329,7 +339,7 @@ class TrainSettings(_Settings):
     """Of the draft while it trains. auto: on a GPU, only over the tiles of the context that are
     seen (flex attention, compiled at the first step); dense: with a mask of the whole."""
     seed: int = 0
-    num_processes: PositiveInt | None = None
+    num_processes: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Refuse to start with any other number of processes."""
     resume: str = "auto"
     """auto: the newest complete checkpoint in output_dir; none: refuse one that is not empty;

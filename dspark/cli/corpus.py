@@ -175,7 +175,7 @@ def _doctor(
 
     from dspark.config import DataSettings
     from dspark.corpus.doctor import examine
-    from dspark.corpus.doctor_html import page
+    from dspark.corpus.doctor_html import check_place, page
     from dspark.errors import ConfigError
     from dspark.provenance import check_writable, write_text
     from dspark.target import load_tokenizer
@@ -186,6 +186,7 @@ def _doctor(
     assert isinstance(settings.data, DataSettings)
     if html is not None:
         check_writable(html, "--html", ConfigError)
+        check_place(html)
     report = examine(data, load_tokenizer(settings.target), settings.data, show=show)
     report.render(Console())
     finish(report.to_dict(), as_json)

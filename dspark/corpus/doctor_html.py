@@ -6,12 +6,15 @@ Whatever stands in a data file is text here, never markup.
 import re
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from dspark.corpus.doctor_report import DoctorReport
 from dspark.corpus.doctor_tables import histogram, share
+from dspark.errors import ConfigError
 
-__all__ = ["page"]
+__all__ = ["check_place", "page"]
 
+_BEGIN = b"<!doctype html>"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --line: #ccc; --bar: #4a7bb5;
@@ -32,6 +35,25 @@ svg text { fill: var(--ink); font-size: 12px; } svg rect { fill: var(--bar); }
 """
 
 
+def check_place(path: Path) -> None:
+    """Refuse to write a page over anything but a page: `--html A B` would replace the rows of A.
+
+    Raises:
+        ConfigError: names ``path``.
+    """
+    if not path.exists():
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            begin = file.read(len(_BEGIN))
+        if begin in (b"", _BEGIN):
+            return
+    raise ConfigError(
+        f"--html {path} is there already and is no page of `dspark doctor`; give another name "
+        "such as report.html"
+    )
+
+
 def page(report: DoctorReport, sources: list[str]) -> str:
     """HTML of ``report``; ``sources`` are what was asked for."""
     parts = [
@@ -47,7 +69,7 @@ def page(report: DoctorReport, sources: list[str]) -> str:
     ]
     title = _text(f"dspark doctor: {', '.join(sources)}")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'{_BEGIN.decode()}\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width">'
         f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n"
         + "\n".join(part for part in parts if part)

@@ -82,7 +82,7 @@ def sample_endpoint(
     report = SampleReport()
     client = Client(settings)
     with ResponseWriter(out) as writer, Bar("sampling", None) as bar:
-        present = rows_present(out, origin, resume)
+        present = rows_present(out, origin, settings, resume)
         if present:
             log.info("%s: resuming behind %d rows", out, len(present))
         sink = _Sink(writer, out, report, bar)

@@ -107,6 +107,8 @@ def read_rows(source: str, rejects: Rejects) -> Iterator[RawRow]:
         rejects.read += 1
         place = f"{source.removeprefix('hub://')}:{number}"
         try:
+            if isinstance(value, RowError):
+                raise value
             row = value if not isinstance(value, bytes) else _parse(value)
             if not (isinstance(value, bytes) and _flat(value)) and too_deep(row):
                 raise RowError(Reason.INVALID_JSON, _DEEP)
@@ -208,12 +210,31 @@ def _parquet(source: str) -> Iterator[tuple[int, Any]]:
     try:
         with pyarrow.parquet.ParquetFile(source) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
+                try:
+                    rows = batch.to_pylist()
+                except (ValueError, OverflowError, pyarrow.ArrowException):
+                    rows = [_readable_fields(batch, index) for index in range(len(batch))]
+                for row in rows:
                     number += 1
-                    # a column exists for every row; an absent field is a null
-                    yield number, {key: value for key, value in row.items() if value is not None}
+                    if isinstance(row, dict):
+                        # a column exists for every row; an absent field is a null
+                        row = {key: value for key, value in row.items() if value is not None}
+                    yield number, row
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read '{source}': {error}") from error
+
+
+def _readable_fields(batch: Any, index: int) -> "dict[str, Any] | RowError":
+    """A row of a batch that cannot be read at once: without dates that Python has no value for."""
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column[index].as_py()
+        except UnicodeDecodeError as error:
+            return RowError(Reason.INVALID_UTF8, f"column '{name}', byte {error.start}")
+        except Exception:  # whatever dates and times raise; no row needs one
+            continue
+    return row
 
 
 @contextmanager

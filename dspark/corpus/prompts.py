@@ -8,6 +8,7 @@ rules. Pre-tokenised rows (`input_ids`) are training data, not prompts: `tokens_
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -67,7 +68,8 @@ def iterate_prompts(
     sources: Sequence[str], limit: int | None, rejects: Rejects, *, with_tools: bool = False
 ) -> Iterator[Prompt]:
     """`read_prompts`, each row read when it is taken; only the ids of all are kept."""
-    return islice(_prompts(sources, rejects, with_tools), limit)
+    most = None if limit is None else min(limit, sys.maxsize)
+    return islice(_prompts(sources, rejects, with_tools), most)
 
 
 def _prompts(sources: Sequence[str], rejects: Rejects, with_tools: bool) -> Iterator[Prompt]:

@@ -37,6 +37,11 @@ class ResponseWriter:
             )
         self._path = path
         with making():
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise ConfigError(
+                    f"sample.out '{path}' is a device or pipe, in which no run could go on; give "
+                    "a file such as responses.jsonl"
+                )
             path.parent.mkdir(parents=True, exist_ok=True)
             # unbuffered: what a full disk did not take must not be tried again on closing
             self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - closed in __exit__

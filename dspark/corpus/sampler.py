@@ -77,7 +77,7 @@ def sample_responses(
     report = SampleReport()
     with ResponseWriter(out) as writer:
         origin = origin_of(target, tokenizer, settings, fingerprint_for(target, out))
-        present = rows_present(out, origin, resume)
+        present = rows_present(out, origin, settings, resume)
         shown = track(prompts, "rendering prompts")
         tasks = list(tasks_of(target, tokenizer, shown, settings, present, report))
         if report.rejects.rejected:

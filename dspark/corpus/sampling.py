@@ -290,7 +290,9 @@ def fingerprint_for(target: Target, out: Path) -> str:
     return target.fingerprint_like(stored) if isinstance(stored, str) else target.fingerprint()
 
 
-def rows_present(out: Path, origin: Origin, resume: bool) -> set[tuple[str, int]]:
+def rows_present(
+    out: Path, origin: Origin, settings: SampleSettings, resume: bool
+) -> set[tuple[str, int]]:
     """(prompt id, sample) of the answers that stand whole in ``out``.
 
     Call it while a `ResponseWriter` holds the file, or another run may add rows behind the reading.
@@ -306,17 +308,41 @@ def rows_present(out: Path, origin: Origin, resume: bool) -> set[tuple[str, int]
     found = set()
     for raw in read_rows(str(out), Rejects()):
         row = raw.value
-        if row.get("format") != FORMAT:
+        numbers = [row.get("part", 0), row.get("parts", 1), row.get("sample", 0)]
+        if row.get("format") != FORMAT or not all(type(number) is int for number in numbers):
             raise ConfigError(f"sample.out '{out}' holds rows that no sampler wrote ({raw.place})")
         for name, ours in origin.items():
             if row.get(name) != ours:
+                told = _changed(row, settings) if name == "settings_hash" else ""
                 raise ConfigError(
                     f"sample.out '{out}' was written with another {name.replace('_', ' ')} "
-                    f"({row.get(name)}, now {ours}); choose another file"
+                    f"({row.get(name)}, now {ours}){told}; choose another file"
                 )
-        part = int(row.get("part", 0))
-        if part == int(row.get("parts", 1)) - 1:
+        part, parts, sample = numbers
+        if part == parts - 1:
             identity = str(row.get("id"))
             name = identity.removesuffix(f"/{part}") if part else identity
-            found.add((name, int(row.get("sample", 0))))
+            found.add((name, sample))
     return found
+
+
+def _changed(row: dict[str, Any], settings: SampleSettings) -> str:
+    """Which of the settings behind the hash a row of the file shows to be others."""
+    found, index = [], row.get("setting_index")
+    if row.get("seed") != settings.seed:
+        found.append(f"sample.seed {row.get('seed')}, now {settings.seed}")
+    if isinstance(index, int) and index < len(settings.settings):
+        option, held = settings.settings[index], row.get("sampling")
+        ours = {**sampling_of(option, settings.max_new_tokens), "thinking": option.thinking}
+        theirs = {**(held if isinstance(held, dict) else {}), "thinking": row.get("thinking")}
+        limit, most = theirs.pop("max_new_tokens", None), ours.pop("max_new_tokens")
+        found += [
+            f"sample.settings.{index}.{name} {theirs.get(name)}, now {value}"
+            for name, value in ours.items()
+            if theirs.get(name) != value
+        ]
+        # a row near the end of the context takes fewer tokens than the settings say
+        if isinstance(limit, int) and (limit > most or (limit < most and not found)):
+            found.append(f"sample.max_new_tokens {limit}, now {most}")
+    rest = "sample.settings, max_new_tokens, model, regenerate or target.revision is another"
+    return f": {'; '.join(found) or rest}"

@@ -81,14 +81,12 @@ def default_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
     """
     if num_taps == 1:
         return (num_layers // 2,)
-    span = num_layers - 4
-    ids = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
-    if span < 0 or len(set(ids)) != num_taps:
+    if num_taps > num_layers - 3:
         raise ConfigError(
             f"draft.num_taps {num_taps} does not fit a target of {num_layers} layers; "
             f"give draft.target_layer_ids or at most {max(1, num_layers - 3)} taps"
         )
-    return ids
+    return tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
 
 
 def check_mask_token(

@@ -38,10 +38,23 @@ def parse_devices(name: str, setting: str = "target.device") -> tuple[torch.devi
                     f"{setting} '{part}' is not here: torch finds {torch.cuda.device_count()} "
                     "GPU(s), counted from cuda:0"
                 )
+        elif not _is_here(device):
+            raise TargetError(
+                f"{setting} '{part}' is a device that this torch does not have; write cpu, or "
+                "cuda:0 where there is a GPU"
+            )
         if device.type == "cuda" and device in found:
             raise TargetError(f"{setting} '{name}' names {part} twice")
         found.append(device)
     return tuple(found)
+
+
+def _is_here(device: torch.device) -> bool:
+    try:
+        # meta is everywhere, and holds nothing
+        return torch.empty(0, device=device).device.type != "meta"
+    except (RuntimeError, AssertionError, ImportError):
+        return False
 
 
 def spread(

@@ -87,6 +87,11 @@ def open_rows(config: Config, tokenizer: Any) -> TrainingRows:
 def _documents(config: Config, tokenizer: Any) -> ResponseRows | ShardRows | HybridRows:
     data = config.data
     generate = data.on_missing == "generate"
+    if generate and config.train.features != "offline":
+        raise ConfigError(
+            f"data.on_missing is generate but train.features is {config.train.features}, which "
+            "reads no shards: set train.features=offline, or leave data.on_missing out"
+        )
     if config.train.features == "offline":
         if data.shards is None:
             raise ConfigError(

@@ -14,11 +14,12 @@ from dspark.corpus import doctor
 from dspark.corpus.chat import template_hash
 from dspark.corpus.dataset import ResponseRows
 from dspark.corpus.doctor import examine
-from dspark.corpus.doctor_html import page
+from dspark.corpus.doctor_html import check_place, page
+from dspark.corpus.doctor_report import DoctorReport
 from dspark.corpus.doctor_tables import histogram, quantiles
 from dspark.corpus.languages import language
 from dspark.corpus.responses import FORMAT
-from dspark.errors import DataError, TargetError
+from dspark.errors import ConfigError, DataError, TargetError
 from dspark.testing import tiny_tokenizer
 from tests.unit.templates import FORGETFUL
 
@@ -491,6 +492,27 @@ def test_the_command_writes_the_page_and_fails_on_hopeless_data(
     # told before anything is read
     assert run(str(tmp_path / "none.jsonl"), "--html", "/proc/report.html") == 2
     assert "--html /proc/report.html cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("held", ['{"id": "a"}\n', "notes", "# report"])
+def test_a_page_is_not_written_over_rows(tmp_path: Path, held: str) -> None:
+    # `dspark doctor --html a.jsonl b.jsonl`
+    path = tmp_path / "a.jsonl"
+    path.write_text(held)
+    with pytest.raises(ConfigError, match=r"--html .*a\.jsonl is there already .* report\.html"):
+        check_place(path)
+    assert path.read_text() == held
+
+
+def test_a_page_is_written_over_a_page_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "r.html"
+    check_place(path)
+    path.touch()
+    check_place(path)
+    path.write_text(page(DoctorReport(4096, "0"), ["a"]))
+    check_place(path)
+    with pytest.raises(ConfigError, match="/dev/null is there already"):
+        check_place(Path("/dev/null"))
 
 
 def test_the_vocabulary_is_counted_once(

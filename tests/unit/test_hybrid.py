@@ -359,6 +359,7 @@ def test_a_disk_that_takes_no_more_ends_the_window_and_not_the_run(
     [
         (["data.responses=[]"], "data.on_missing is generate but data.responses is empty"),
         (["data.shards=null"], "data.shards is not set"),
+        (["train.features=online"], "on_missing is generate but train.features is online, which"),
         (["data.shards=nowhere"], r"data.shards 'nowhere' holds no manifest\.json"),
     ],
 )

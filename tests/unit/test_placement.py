@@ -107,6 +107,9 @@ def test_devices_that_are_none(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(TargetError, match="'cuda:1' needs a GPU, and torch finds none"):
             parse_devices("cuda:1")
+    for name in ("meta", "xpu", "hpu"):
+        with pytest.raises(TargetError, match=f"'{name}' is a device that this torch does not"):
+            parse_devices(name)
     save_tiny_target(tmp_path / "other")
     with pytest.raises(TargetError, match=r"several devices, which is for Ling-3.0 targets"):
         load(TargetSettings(path=str(tmp_path / "other")), device="cpu+cpu")

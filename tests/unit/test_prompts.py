@@ -252,6 +252,31 @@ def test_sources_are_files_globs_and_folders(tmp_path: Path) -> None:
     assert order(str(tmp_path), limit=3) == "102"
 
 
+def test_a_parquet_row_with_a_value_that_python_cannot_hold(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.array([b"bad \xff", b"good", "ü".encode()], pyarrow.binary())
+    table = {
+        "text": pyarrow.Array.from_buffers(pyarrow.string(), 3, texts.buffers()),
+        "when": pyarrow.array([10**17, 0, None], pyarrow.timestamp("ms")),
+        "took": pyarrow.array([10**18, 0, None], pyarrow.duration("s")),
+    }
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table(table), path)
+    rejects = Rejects()
+    assert [p.messages[0]["content"] for p in read_prompts([str(path)], rejects=rejects)] == [
+        "good",
+        "ü",
+    ]
+    assert (rejects.read, rejects.counts) == (3, {Reason.INVALID_UTF8: 1})
+    assert rejects.places[Reason.INVALID_UTF8] == [f"{path}:1 (column 'text', byte 4)"]
+
+
+def test_a_limit_may_be_larger_than_any_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "q"}')
+    assert len(read_prompts([path], 10**20)) == 1
+
+
 @pytest.mark.slow
 def test_parquet_rows(tmp_path: Path) -> None:
     if importlib.util.find_spec("pyarrow") is None:  # an optional package: the other test holds

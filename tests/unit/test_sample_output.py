@@ -1,6 +1,7 @@
 """The file that a sampler appends to: whose it is, how its rows are named, a disk that is full."""
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,6 +77,27 @@ def test_a_packed_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="plain lines"):
         ask(["p"], tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("change", [{"part": "x"}, {"parts": None}, {"sample": 0.5}])
+def test_a_row_that_was_changed_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    out = tmp_path / "r.jsonl"
+    ask(["a", "b", "c"], out)
+    lines = out.read_text().splitlines()
+    lines[1] = json.dumps({**json.loads(lines[1]), **change})
+    out.write_text("\n".join(lines) + "\n")
+    before = out.read_bytes()
+    with pytest.raises(ConfigError, match=r"rows that no sampler wrote \(.*r.jsonl:2\)"):
+        ask(["a", "b", "c"], out)
+    assert out.read_bytes() == before
+
+
+def test_a_device_is_no_file_of_rows(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/null")):
+        with pytest.raises(ConfigError, match=f"sample.out '{path}' is a device or pipe"):
+            ResponseWriter(path)
 
 
 @pytest.mark.parametrize("where", ["process", "endpoint"])

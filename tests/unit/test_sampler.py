@@ -270,9 +270,10 @@ def test_a_killed_run_loses_and_doubles_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"seed": 6}, "another settings hash"),
-        ({"max_new_tokens": 41}, "another settings hash"),
+        ({"seed": 6}, r"another settings hash .*: sample.seed \d+, now 6; choose"),
+        ({"max_new_tokens": 41}, r"settings hash .*: sample.max_new_tokens \d+, now 41; choose"),
         ({"settings": MIXED[:2]}, "another settings hash"),
+        ({"settings": (MIXED[0],) * 3}, r"another settings hash .*sample.settings"),
     ],
 )
 def test_other_settings_are_not_mixed_into_a_file(
