@@ -141,6 +141,10 @@ def _workshop(out: Path) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
             try:
                 yield work
+            except OSError as error:
+                # a full disk does not tell of which file it took no more
+                error.filename = error.filename or str(out)
+                raise
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     finally:

@@ -80,16 +80,22 @@ def test_a_kill_leaves_a_whole_directory_or_none(
     assert contents(out) == contents(whole)
 
 
+@pytest.mark.parametrize("named", [("train.jsonl",), ()])
 def test_an_error_leaves_nothing(
-    settings: PrepareSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: PrepareSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: tuple[str, ...],
 ) -> None:
     def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device", "train.jsonl")
+        raise OSError(28, "No space left on device", *named)
 
+    out = tmp_path / "made/out"
     monkeypatch.setattr(prepared, "_deal", full)
     with pytest.raises(OSError, match="No space left") as raised:
-        prepare(settings, tmp_path / "made/out")
-    assert str(unwritable(raised.value)) == "cannot write train.jsonl: no space left on device"
+        prepare(settings, out)
+    where = named[0] if named else str(out)
+    assert str(unwritable(raised.value)) == f"cannot write {where}: no space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
