@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from ending import needs_gpu, run
 
 from dspark.bench.report import environment
 from dspark.bench.step import StepBench, StepOptions
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    needs_gpu(Path(__file__).name)
     bench = StepBench(
         StepOptions(config=options.config, ranks=options.ranks, context=options.tokens)
     )
@@ -56,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
