@@ -208,7 +208,12 @@ def test_a_plan_is_printed_and_checked_before_loading(
     monkeypatch.setattr(choice, "_free", lambda _: 10**6)
     with pytest.raises(ConfigError, match=r"reserve alone are .*, none fits"):
         choice.foresee(settings, None, ServeSettings())
-    # a draft of another target is refused before weights are read
+    # so are proposals that the draft has not, and a draft of another target
+    many = ServeSettings(num_draft_tokens=9)
+    with pytest.raises(ConfigError, match=r"num_draft_tokens must lie in 1\.\.\d .* got 9"):
+        choice.foresee(settings, str(tmp_path / "draft"), many)
+    with pytest.raises(ConfigError, match="num_draft_tokens is 9, but there is no draft"):
+        choice.foresee(settings, None, many)
     keys = json.loads((tmp_path / "draft" / "config.json").read_text())
     (tmp_path / "draft" / "config.json").write_text(json.dumps({**keys, "vocab_size": 600}))
     with pytest.raises(CheckpointError, match=r"vocab_size is 600 but target .* has 512"):
