@@ -19,6 +19,7 @@ from ending import needs_gpu, run
 from dspark.bench.report import environment
 from dspark.bench.step import StepBench, StepOptions
 from dspark.decoding import DecodeParams
+from dspark.errors import ConfigError
 
 _WARM_UP = 2
 
@@ -33,6 +34,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     needs_gpu(Path(__file__).name)
+    if options.count < 1:
+        raise ConfigError(f"--count must be >= 1, got {options.count}")
     bench = StepBench(
         StepOptions(config=options.config, ranks=options.ranks, context=options.tokens)
     )
