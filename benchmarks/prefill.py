@@ -14,10 +14,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from ending import needs_gpu, run
 
 from dspark.bench.report import environment
 from dspark.bench.step import StepBench, StepOptions
 from dspark.decoding import DecodeParams
+from dspark.errors import ConfigError
 
 _WARM_UP = 2
 
@@ -31,6 +33,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    needs_gpu(Path(__file__).name)
+    if options.count < 1:
+        raise ConfigError(f"--count must be >= 1, got {options.count}")
     bench = StepBench(
         StepOptions(config=options.config, ranks=options.ranks, context=options.tokens)
     )
@@ -56,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from ending import needs_gpu, run
 from peers import fla_kda, flashinfer_mla
 from torch import Tensor
 
@@ -238,6 +239,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192])
     parser.add_argument("--experts", type=int, nargs="+", default=[44, 68])
     args = parser.parse_args()
+    needs_gpu(Path(__file__).name)
     bench = Bench(LingConfig.from_file(args.config), args.ranks, args.tokens)
     bandwidth = read_bandwidth(torch.device("cuda"))
     bench.products()
@@ -265,4 +267,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,10 +14,12 @@ import time
 from pathlib import Path
 
 import torch
+from ending import needs_gpu, run
 
 from dspark import provenance
 from dspark.bench.step import StepBench, StepOptions
 from dspark.decoding import DecodeParams
+from dspark.errors import ConfigError
 from dspark.serving.graph.step import GraphStep
 from dspark.testing import tiny_draft, tiny_ling
 
@@ -71,6 +73,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--count", type=int, default=10_000)
     args = parser.parse_args()
+    needs_gpu(Path(__file__).name)
+    if args.count < 2:
+        raise ConfigError(f"--count must be >= 2, got {args.count}: the first is what others are")
     step = large(args.config, args.ranks) if args.config else small()
     wrong, seconds = replay(step, args.count)
     print(f"{args.count} replays, {wrong} differ from the first, {seconds:.1f} s")
@@ -80,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

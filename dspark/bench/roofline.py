@@ -65,7 +65,8 @@ def step_floor(
     """What one step reads at least: every weight once, caches, KDA states.
 
     ``experts``: distinct routed experts of a layer. A KDA state counts as read once and written
-    once, whatever the way a step is taken back.
+    once, whatever the way a step is taken back. The draft's key and value matrices count twice: for
+    the rows that were kept, and for the block that is proposed behind them.
 
     A NEXTN block counts once a proposal, since the head between two passes leaves nothing of it in
     a cache: its matrices, latents and experts, and the head again. The first pass reads the experts

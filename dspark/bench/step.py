@@ -30,6 +30,7 @@ from dspark.export.load import TargetShape, check_fit
 from dspark.provenance import read_object
 from dspark.serving.graph.decoder import wait_for
 from dspark.serving.graph.step import GraphStep
+from dspark.serving.graph.weights import unsupported_shapes
 from dspark.target import LingTarget
 from dspark.target.config import LingConfig
 from dspark.target.sizes import Routing
@@ -60,7 +61,8 @@ class StepOptions:
     """dspark, none, or nextn:N, the target's own NEXTN block with N proposals a step."""
     draft_config: Path | None = None
     """Of a draft; None: the official shape, scaled to the target."""
-    block_size: int = 8
+    block_size: int | None = None
+    """Of the official shape; None: 8."""
     num_draft_tokens: int | None = None
     context: int = 8192
     routing: str = "independent"
@@ -77,10 +79,23 @@ class StepOptions:
         for name, low in (("ranks", 1), ("context", 1), ("steps", 10)):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be >= {low}, got {getattr(self, name)}")
-        if not 1 <= self.block_size <= MAX_PROPOSALS + 1:
+        if self.block_size is not None and not 1 <= self.block_size <= MAX_PROPOSALS + 1:
             raise ConfigError(
                 f"block_size must lie in 1..{MAX_PROPOSALS + 1}, got {self.block_size}"
             )
+        shaped = {"draft_config": self.draft_config, "block_size": self.block_size}
+        for name, value in shaped.items():
+            if value is not None and self.draft != "dspark":
+                raise ConfigError(
+                    f"{name} {value} is of a dspark draft, and the draft is '{self.draft}'"
+                )
+        if self.draft_config is not None and self.block_size is not None:
+            raise ConfigError(
+                f"block_size {self.block_size} and draft_config {self.draft_config} both say the "
+                "draft's block: leave one out"
+            )
+        if self.draft == "none" and self.num_draft_tokens:
+            raise ConfigError(f"tokens must be 1 without a draft, got {self.num_draft_tokens + 1}")
         if self.num_draft_tokens is not None and self.num_draft_tokens < 1 and draft_on(self):
             raise ConfigError(
                 f"tokens must be >= 2 with a draft, the anchor and its proposals, got "
@@ -171,12 +186,18 @@ class Settled:
                 raise ConfigError(
                     f"accept length must be 1 without a draft, got {options.accept_length}"
                 )
+            _check_shapes(config, None, options.ranks)
             return cls(None, 0, [0])
         shape, block = None, options.nextn
+        if block and not config.num_nextn_predict_layers:
+            raise ConfigError(
+                f"draft is {options.draft}, but the target has no NEXTN block: "
+                "num_nextn_predict_layers is 0"
+            )
         if not block:
             path = options.draft_config
             raw: dict[str, Any] = (
-                official_shape(config, options.block_size)
+                official_shape(config, options.block_size or 8)
                 if path is None
                 else read_object(path, ConfigError)
             )
@@ -184,10 +205,16 @@ class Settled:
             shape = from_json(raw, where, target_layers=config.num_hidden_layers)
             check_fit(shape, TargetShape.of(config, str(options.config)), where)
             block = shape.block_size or 0
+        _check_shapes(config, shape, options.ranks)
         wanted = options.num_draft_tokens
         proposals = draft_limit(block, min(block, MAX_PROPOSALS) if wanted is None else wanted)
         accept = (1 + proposals) / 2 if options.accept_length is None else options.accept_length
         return cls(shape, proposals, accept_schedule(accept, proposals))
+
+
+def _check_shapes(config: LingConfig, draft: DSparkConfig | None, ranks: int) -> None:
+    if reason := unsupported_shapes(config, draft, ranks):
+        raise ConfigError(f"the graph engine cannot run this: {reason}")
 
 
 class StepBench:

@@ -79,18 +79,14 @@ def compare(options: StepOptions) -> dict[str, Any]:
     """
     rows: list[dict[str, Any]] = []
     bench, bandwidth = None, 0.0
+    bare = replace(options, num_draft_tokens=None, draft_config=None, block_size=None)
     every = [
-        replace(
-            options,
-            draft=draft,
-            accept_length=accept_length,
-            num_draft_tokens=options.num_draft_tokens if draft == "dspark" else None,
-        )
+        replace(options if draft == "dspark" else bare, draft=draft, accept_length=accept_length)
         for draft, accept_length in TABLE
     ]
     config = LingConfig.from_file(options.config)
-    for mine in every:
-        Settled.of(mine, config)
+    most = 1 + max(Settled.of(mine, config).proposals for mine in every)
+    Routing.parse(options.routing).check(config, most)
     for mine in every:
         bench = StepBench(mine, bench, with_nextn=True)
         bandwidth = bandwidth or read_bandwidth(bench.device)

@@ -130,7 +130,9 @@ def _bench_step(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks; one is run.")] = 1,
     draft: Annotated[str, typer.Option(help="dspark, none or nextn:N.")] = "dspark",
     draft_config: Annotated[Path | None, typer.Option(help="config.json of a draft.")] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Of a draft without a config.")] = 8,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Of a draft without a config; none: 8.")
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Rows of a step; none: block and anchor.")
     ] = None,

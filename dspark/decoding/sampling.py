@@ -19,6 +19,8 @@ from dspark.errors import ConfigError
 
 __all__ = ["SamplingParams", "filter_logits", "gumbel", "pick", "pick_candidate"]
 
+_COLDEST = 1e-6
+"""Far below it scaled logits are no finite float32 numbers, and the lowest id would win."""
 _HEAD = 1024  # candidates that nearly always hold the whole top-p mass
 
 
@@ -47,6 +49,10 @@ class SamplingParams:
             # written so that NaN fails
             if not low <= value <= high:
                 raise ConfigError(f"{name} must lie in {low:g}..{high:g}, got {value}")
+        if 0 < self.temperature < _COLDEST:
+            raise ConfigError(
+                f"temperature must be 0 (greedy) or at least {_COLDEST:g}, got {self.temperature}"
+            )
         if self.top_p == 0:
             raise ConfigError("top_p must be above 0, got 0")
         if self.top_k < -1:
@@ -110,6 +116,7 @@ def _top_p(scores: Tensor, top_p: float) -> Tensor:
         before = (ranked - norm).exp().cumsum(-1).roll(1, -1)
         before[..., 0] = 0
         inside = before < top_p
+        inside[..., 0] = True  # top_p may be 0 in float32
         if count == scores.shape[-1] or not bool(inside[..., -1].any()):
             break
     # the last rank inside sets the floor; ids tied with it stay

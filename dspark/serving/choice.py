@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dspark import kernels
 from dspark.config import TargetSettings
+from dspark.decoding import draft_limit
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.load import TargetShape, check_fit, read_config
@@ -54,8 +55,11 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
     """Before loading: print the memory plan where the graph engine will run, and fix its context.
 
     Raises:
-        ConfigError: the graph engine was asked for and cannot run, or the memory is too small.
+        ConfigError: the graph engine was asked for and cannot run, the memory is too small, or
+            ``num_draft_tokens`` does not fit the draft.
     """
+    if draft is None:
+        proposals(None, settings)
     if settings.engine == "reference":
         return settings
     config, device, dtype = peek(target)
@@ -65,6 +69,7 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
     if reason is None and config is not None and draft is not None:
         shape = read_config(draft, target_layers=config.num_hidden_layers)
         check_fit(shape, TargetShape.of(config, target.path), draft)
+        draft_limit(shape.block_size or 0, settings.num_draft_tokens, settings.confidence_threshold)
         reason = obstacle(config, shape, device, dtype)
     if reason is not None:
         _refuse(settings, reason)

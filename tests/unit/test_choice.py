@@ -1,8 +1,10 @@
 """Which engine a server decodes with: decided before loading and after, and said in one line."""
 
+import copy
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from dspark.export.hf import export_draft
 from dspark.serving import choice
 from dspark.serving.engine import Engine
 from dspark.serving.graph import step as graph_step
+from dspark.serving.graph.weights import unsupported_shapes
 from dspark.serving.plan import MemoryPlan
 from dspark.serving.request import GenerateParams
 from dspark.serving.server import running
@@ -88,6 +91,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             "the draft's Markov head is 'gated', only vanilla has a kernel",
         ),
         ("flash", {"markov_head_type": "gated", "markov_rank": 0}, CUDA, BF16, None),
+        (
+            "flash",
+            {"intermediate_size": 100},
+            CUDA,
+            BF16,
+            "a width of 100 of the draft is no multiple of 16",
+        ),
     ],
 )
 def test_what_keeps_the_graph_engine_from_running(
@@ -97,6 +107,19 @@ def test_what_keeps_the_graph_engine_from_running(
     draft = tiny_draft(target, **shape)
     config = target.model.config if variant else None
     assert choice.obstacle(config, draft.config, device, dtype) == reason
+
+
+def test_ranks_that_do_not_share_a_draft_are_said() -> None:
+    target = tiny_ling()
+    config, shape = target.model.config, tiny_draft(target).config
+    assert unsupported_shapes(config, shape, 2) is None
+    for name, size in (("num_key_value_heads", 1), ("num_attention_heads", 3)):
+        other = copy.deepcopy(shape)
+        setattr(other, name, size)
+        said = f"the draft's {name} {size} cannot be shared by 2 ranks"
+        assert unsupported_shapes(config, other, 2) == said
+    narrow = replace(config, v_head_dim=6)
+    assert unsupported_shapes(narrow, None) == "a width of 24 is no multiple of 16"
 
 
 def test_the_reference_decodes_on_a_cpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,7 +208,12 @@ def test_a_plan_is_printed_and_checked_before_loading(
     monkeypatch.setattr(choice, "_free", lambda _: 10**6)
     with pytest.raises(ConfigError, match=r"reserve alone are .*, none fits"):
         choice.foresee(settings, None, ServeSettings())
-    # a draft of another target is refused before weights are read
+    # so are proposals that the draft has not, and a draft of another target
+    many = ServeSettings(num_draft_tokens=9)
+    with pytest.raises(ConfigError, match=r"num_draft_tokens must lie in 1\.\.\d .* got 9"):
+        choice.foresee(settings, str(tmp_path / "draft"), many)
+    with pytest.raises(ConfigError, match="num_draft_tokens is 9, but there is no draft"):
+        choice.foresee(settings, None, many)
     keys = json.loads((tmp_path / "draft" / "config.json").read_text())
     (tmp_path / "draft" / "config.json").write_text(json.dumps({**keys, "vocab_size": 600}))
     with pytest.raises(CheckpointError, match=r"vocab_size is 600 but target .* has 512"):

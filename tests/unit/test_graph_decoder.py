@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.decoding import Commit, DecodeParams
+from dspark.decoding import Commit, DecodeParams, SamplingParams
 from dspark.errors import ConfigError, RunError
-from dspark.kernels.accept import Done
+from dspark.kernels.accept import RING, Done, Field
 from dspark.serving.graph.decoder import GraphDecoder
-from dspark.serving.graph.step import StepRecord
+from dspark.serving.graph.step import GraphStep, StepRecord
+from dspark.testing import tiny_ling
 
 EOS = 3
 
@@ -163,3 +164,15 @@ def test_a_prompt_that_exceeds_the_room_is_refused() -> None:
     with pytest.raises(ConfigError, match="no tokens"):
         play(step, ids=[])
     assert step.log == []
+
+
+def test_what_a_request_asks_fits_the_state() -> None:
+    step = GraphStep(tiny_ling(), None, context=64)
+    sampling = SamplingParams(temperature=1.0, top_k=1 << 40, seed=(1 << 63) - 1)
+    step.launched = launched = (1 << 31) + 5
+    step.set_state(
+        cursor=4, anchor=1, left=5, params=DecodeParams(max_new_tokens=5, sampling=sampling)
+    )
+    assert int(step.arena.of(Field.TOP_K)) == (1 << 31) - 1
+    assert int(step.arena.of(Field.SERIAL)) == step.launched < 1 << 31
+    assert step.launched % RING == launched % RING

@@ -127,6 +127,7 @@ def test_a_shortlist_that_holds_everything_draws_what_the_target_draws() -> None
     ("setting", "value"),
     [
         ("temperature", -0.1),
+        ("temperature", 1e-7),
         ("temperature", math.nan),
         ("top_p", 0.0),
         ("top_p", 1.1),
@@ -138,3 +139,13 @@ def test_a_shortlist_that_holds_everything_draws_what_the_target_draws() -> None
 def test_a_value_out_of_range_is_named(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match=setting):
         SamplingParams(**{setting: value})  # type: ignore[arg-type]
+
+
+def test_the_smallest_values_leave_the_best_token() -> None:
+    logits = torch.tensor([[0.5, 3000.0, -1000.0, 2000.0]])
+    for params in (
+        SamplingParams(temperature=1e-6),
+        SamplingParams(temperature=1.0, top_p=1e-50),
+        SamplingParams(temperature=1e-6, top_p=1e-50, min_p=1e-50),
+    ):
+        assert pick(logits, params, torch.tensor([5])).tolist() == [1]

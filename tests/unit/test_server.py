@@ -262,6 +262,13 @@ def test_min_p_with_greedy_decoding_is_refused(client: httpx.Client) -> None:
     assert error_of(client.post("/v1/chat/completions", json=body), 400)["param"] == "min_p"
 
 
+def test_a_temperature_that_float32_cannot_hold_is_refused(client: httpx.Client) -> None:
+    body = {"messages": MESSAGES, "temperature": 1e-40}
+    said = error_of(client.post("/v1/chat/completions", json=body), 400)
+    assert said["param"] == "temperature"
+    assert "at least 1e-06" in said["message"]
+
+
 def test_defaults_come_from_the_models_generation_config() -> None:
     target = tiny_target()
     target.model.generation_config.update(do_sample=True, temperature=0.6, top_k=20)

@@ -43,6 +43,12 @@ def test_options_are_settled_before_anything_is_filled() -> None:
     assert settled(context=262144 - 1024 - 16).proposals == 8
 
 
+def test_a_nextn_draft_needs_the_block() -> None:
+    tiny = LingConfig.from_file(FLASH.with_name("ling-3.0-tiny.json"))
+    with pytest.raises(ConfigError, match="nextn:2, but the target has no NEXTN block"):
+        Settled.of(StepOptions(config=FLASH, draft="nextn:2"), tiny)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -54,6 +60,11 @@ def test_options_are_settled_before_anything_is_filled() -> None:
         ({"draft": "none", "accept_length": 2.0}, "must be 1 without a draft, got 2"),
         ({"num_draft_tokens": 9}, "num_draft_tokens"),
         ({"num_draft_tokens": 0}, "tokens must be >= 2 with a draft.* got 1; one row is --draft"),
+        ({"draft": "none", "num_draft_tokens": 4}, "tokens must be 1 without a draft, got 5"),
+        ({"draft": "none", "block_size": 4}, "block_size 4 is of a dspark draft.* is 'none'"),
+        ({"draft": "nextn:5", "draft_config": FLASH}, "is of a dspark draft.* is 'nextn:5'"),
+        ({"block_size": 8, "draft_config": FLASH}, "both say the draft's block"),
+        ({"ranks": 64}, "the graph engine cannot run this: .* no multiple of 16"),
         ({"block_size": 99}, r"block_size must lie in 1\.\.16, got 99"),
         ({"draft_config": Path("nowhere.json")}, "nowhere.json"),
     ],

@@ -18,13 +18,11 @@ from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import (
     DraftWeights,
     KDAMixer,
-    LayerWeights,
-    MLAMixer,
     NextNWeights,
     TargetWeights,
 )
 
-__all__ = ["Arena", "Caches", "cache_bytes"]
+__all__ = ["Arena", "Caches"]
 
 PICK_PARTS = 64
 SHORTLIST_PARTS = 16
@@ -55,7 +53,8 @@ class Caches:
         like = target.head
         capacity = context + _GUARD
         kda, latents = {}, {}
-        for index, layer in enumerate(_layers(target, nextn)):
+        behind = [nextn.layer] if nextn is not None else []
+        for index, layer in enumerate([*target.layers, *behind]):
             mixer = layer.mixer
             if isinstance(mixer, KDAMixer):
                 kda[index] = KDASlots.empty(
@@ -74,33 +73,6 @@ class Caches:
         held = [one for slots in self.kda.values() for one in (slots.states, slots.inputs)]
         held += self.latents.values()
         return held + [one for one in (self.keys, self.values) if one is not None]
-
-
-def cache_bytes(
-    target: TargetWeights,
-    draft: DraftWeights | None,
-    context: int,
-    nextn: NextNWeights | None = None,
-) -> int:
-    """Bytes of `Caches.empty`."""
-    size = target.head.element_size()
-    total = 0
-    for layer in _layers(target, nextn):
-        mixer = layer.mixer
-        if isinstance(mixer, MLAMixer):
-            total += (context + _GUARD) * target.config.latent_dim * size
-        else:
-            width = mixer.heads * mixer.size
-            total += 4 * (ROWS + 1) * width * mixer.size
-            total += 2 * (mixer.conv.shape[1] - 1 + ROWS) * 3 * width * size
-    if draft is not None:
-        one = len(draft.layers) * draft.groups * draft.size
-        total += 2 * one * (context + _GUARD) * size
-    return total
-
-
-def _layers(target: TargetWeights, nextn: NextNWeights | None) -> list[LayerWeights]:
-    return [*target.layers, *([nextn.layer] if nextn is not None else [])]
 
 
 class Arena:

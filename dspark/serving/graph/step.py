@@ -40,6 +40,11 @@ from dspark.target import LingTarget
 __all__ = ["GraphStep", "StepRecord"]
 
 
+_SERIALS = RING << 24
+"""Serial numbers begin anew behind so many launches, between requests: the device's are int32."""
+_INT32_MAX = (1 << 31) - 1
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """What one launch did."""
@@ -180,6 +185,7 @@ class GraphStep:
         if len(schedule) > MOST_SCHEDULE:
             raise ConfigError(f"a schedule has at most {MOST_SCHEDULE} steps, got {len(schedule)}")
         self.request += 1
+        self.launched %= _SERIALS
         most = self.limit
         if params.num_draft_tokens is not None:
             most = min(most, params.num_draft_tokens)
@@ -197,7 +203,8 @@ class GraphStep:
             Field.LEFT: left,
             Field.SERIAL: self.launched,
             Field.REQUEST: self.request,
-            Field.TOP_K: sampling.top_k,
+            # as many as there are ids is no limit, and so is any larger number
+            Field.TOP_K: min(sampling.top_k, _INT32_MAX),
             Field.SEED_LOW: _int32(sampling.seed),
             Field.SEED_HIGH: _int32(sampling.seed >> 32),
             Field.SIMULATED: len(schedule),

@@ -173,7 +173,8 @@ def unsupported_shapes(
     if config.q_lora_rank is not None and config.q_lora_rank % 16:
         return f"the low-rank query of {config.q_lora_rank} is no multiple of 16"
     inner = (config.moe_intermediate_size // ranks, config.intermediate_size // ranks)
-    for size in (config.hidden_size, *inner):
+    value = config.num_attention_heads // ranks * config.v_head_dim
+    for size in (config.hidden_size, *inner, value):
         if size % 16:
             return f"a width of {size} is no multiple of 16"
     if config.short_conv_kernel_size != 4:
@@ -186,6 +187,27 @@ def unsupported_shapes(
             return f"the draft's Markov head is '{kind}', only vanilla has a kernel"
         if (draft.block_size or 0) > 16:
             return f"the draft's block of {draft.block_size} exceeds 16 rows"
+        return _unsupported_widths(draft, ranks)
+    return None
+
+
+def _unsupported_widths(draft: DSparkConfig, ranks: int) -> str | None:
+    """What of a draft's widths cannot be shared, or is no whole number of tiles."""
+    heads, inner = draft.num_attention_heads, draft.intermediate_size
+    shared = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": draft.num_key_value_heads or heads,
+        "intermediate_size": inner,
+    }
+    for name, size in shared.items():
+        if size % ranks:
+            return f"the draft's {name} {size} cannot be shared by {ranks} ranks"
+    if draft.head_dim % 2:
+        return f"the draft's head size {draft.head_dim} is odd"
+    taps = len(draft.target_layer_ids or ()) * draft.hidden_size
+    for size in (heads * draft.head_dim, inner, taps):
+        if size % (16 * ranks):
+            return f"a width of {size // ranks} of the draft is no multiple of 16"
     return None
 
 
