@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from ending import needs_gpu, run
 
 from dspark.bench.report import environment, print_table
 from dspark.config import LossSettings, TrainSettings
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="bf16, dense")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    needs_gpu(Path(__file__).name)
     settings = TrainSettings(mixed_precision="bf16", batch_size=options.rows)
     accelerator = launch.start(settings, device="auto")
     report = measure(options, settings, accelerator)
@@ -219,4 +221,4 @@ def features(
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
