@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sized
-from types import TracebackType
 from typing import Self, TypeVar
 
 from rich.console import Console
@@ -40,12 +39,7 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._progress.stop()
 
     def advance(self, n: int = 1, **fields: str) -> None:

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from dspark.corpus.responses import FORMAT, Response
@@ -55,12 +54,7 @@ class ResponseWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._file.close()
 
     def write(self, rows: Iterable[Response]) -> None:

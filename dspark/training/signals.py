@@ -7,7 +7,7 @@ reduced in every step anyway (`trainer`).
 
 import logging
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 __all__ = ["EXIT_INTERRUPTED", "StopRequest"]
@@ -34,12 +34,7 @@ class StopRequest:
         self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
