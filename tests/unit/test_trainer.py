@@ -452,6 +452,8 @@ def test_wandb_that_is_not_installed_is_a_sentence(
         ("draft.init_from=nowhere", "nowhere"),
         ("train.resume=nowhere", "neither auto, nor none, nor a directory"),
         ("train.validation_prompts=[nowhere.jsonl]", "nowhere.jsonl"),
+        ("train.betas=[1, 0.5]", "train.betas.0: input should be less than 1, got 1"),
+        ("train.seed=9223372036854775808", "train.seed: input should be less than"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_code_2(
@@ -529,5 +531,18 @@ def test_another_learning_rate_goes_on_with_a_word(
     constant = ["train.schedule=constant", "train.warmup_ratio=0.0", "loss.accept_length_ramp=0.0"]
     run(place, tmp_path / "out", "train.steps=1", *constant)
     with caplog.at_level("WARNING"):
-        run(place, tmp_path / "out", "train.steps=2", *constant, "train.lr=0.5")
-    assert "train.lr changes from 0.002 to 0.5 at step 1" in caplog.text
+        run(
+            place,
+            tmp_path / "out",
+            "train.steps=2",
+            *constant,
+            "train.lr=0.5",
+            "train.mixed_precision=bf16",  # where no launch asked for any
+            "train.validation_limit=1",
+        )
+    for words in (
+        "lr changes from 0.002 to 0.5",
+        "mixed_precision changes from no to bf16",
+        "validation_limit changes from 8 to 1",
+    ):
+        assert f"train.{words} at step 1" in caplog.text
