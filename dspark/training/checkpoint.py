@@ -159,9 +159,11 @@ def save(
             data=data,
         )
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch and safetensors have words of their own for a disk that refuses
-        reason = str(error).splitlines()[0]
-        raise RunError(f"cannot write a checkpoint into {output_dir}: {reason}") from error
+        # torch and safetensors have words of their own for a disk that refuses; the room tells
+        reason, free = str(error).splitlines()[0], shutil.disk_usage(output_dir).free / 1e9
+        raise RunError(
+            f"cannot write a checkpoint into {output_dir} ({free:.1f} GB free there): {reason}"
+        ) from error
 
 
 def _save(

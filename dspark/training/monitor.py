@@ -167,8 +167,12 @@ class MetricsFile:
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Append one line."""
-        self._file.write(json.dumps({"step": step, **figures}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **figures}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self._path)  # a full disk does not say where
+            raise
 
     def close(self) -> None:
         """Close the file."""

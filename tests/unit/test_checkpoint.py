@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,7 +105,8 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_sync", full)
-    with pytest.raises(RunError, match="No space left on device"):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(RunError, match=r"\(0.0 GB free there\): .*No space left on device"):
         write(tmp_path, 3)
 
 
