@@ -27,6 +27,7 @@ from dspark.testing import (
     write_rows,
 )
 from dspark.training import build, program, trainer
+from dspark.training.signals import StopRequest
 from dspark.training.window import Split, Windows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -503,6 +504,20 @@ def test_a_signal_saves_and_exits_with_75(
         program.main(tiny_run(place, tmp_path / "out", "train.steps=6"))
     assert exit_.value.code == 75
     assert (tmp_path / "out" / "latest").resolve().name == "checkpoint-3"
+
+
+def test_a_training_whose_launcher_has_ended_is_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    launched = StopRequest()
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    started_by_hand = StopRequest()
+    assert not launched.pending
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert launched.pending
+    assert not started_by_hand.pending  # a terminal may close behind it
 
 
 @pytest.mark.slow
