@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what torch's generators take
 PositiveInt = Annotated[int, Field(ge=1)]
 
 _ROUTE = re.compile(r"/(chat/completions|completions|generate|models)$")
@@ -133,7 +135,7 @@ class SampleSettings(_Settings):
     """Longer prompts are rejected and counted, never cut."""
     batch_size: PositiveInt = 16
     """Rows decoded together by the in-process sampler."""
-    seed: int = 0
+    seed: Seed = 0
     regenerate: Literal["last", "all"] = "last"
     """all: every assistant turn is answered anew, each seeing the new turns before it. Endpoint
     only."""
@@ -323,7 +325,7 @@ class TrainSettings(_Settings):
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """wsd: constant, then linear to 0 over the last 20% of the steps."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Also keep an average of the weights over the steps, such as 0.999 (short at first: see
@@ -338,7 +340,7 @@ class TrainSettings(_Settings):
     attention: Literal["auto", "dense"] = "auto"
     """Of the draft while it trains. auto: on a GPU, only over the tiles of the context that are
     seen (flex attention, compiled at the first step); dense: with a mask of the whole."""
-    seed: int = 0
+    seed: Seed = 0
     num_processes: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Refuse to start with any other number of processes."""
     resume: str = "auto"
@@ -382,7 +384,7 @@ class EvalSettings(_Settings):
     compared in any case."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    seed: int = 0
+    seed: Seed = 0
 
 
 class Config(_Settings):

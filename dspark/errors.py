@@ -95,7 +95,10 @@ def wanted(problem: Mapping[str, Any]) -> str:
     return said[:1].lower() + said[1:]
 
 
-_PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+_PLACE = (
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.ENAMETOOLONG,
+)  # fmt: skip
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -17,7 +17,7 @@ from dspark import config_io
 from dspark.config import TargetSettings
 from dspark.corpus.chat import generation_prompt_ids
 from dspark.decoding import DecodeParams, decode
-from dspark.errors import DSparkError
+from dspark.errors import ConfigError, DSparkError, unwritable
 from dspark.progress import quiet_transformers
 from dspark.provenance import write_text
 from dspark.target import load, load_tokenizer
@@ -36,15 +36,22 @@ def main() -> None:
     quiet_transformers()
     try:
         share = overfit(args.target, args.prompt, args.tokens, args.out, args.overrides)
-    except DSparkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    except (DSparkError, OSError) as error:
+        told = unwritable(error) if isinstance(error, OSError) else error
+        if told is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        sys.exit(told.exit_code)
     print(f"whole blocks accepted: {share:.0%} of the rounds")
     sys.exit(0 if share >= 0.5 else 1)
 
 
 def overfit(target: str, prompt: str, tokens: int, out: Path, overrides: list[str]) -> float:
     """Share of decode rounds that kept every slot of their block."""
+    if tokens < 16:
+        raise ConfigError(
+            f"--tokens must be at least 16, some blocks and the row's end; got {tokens}"
+        )
     messages = [{"role": "user", "content": prompt}]
     settings = TargetSettings(path=target, dtype="float32")
     tokenizer, model = load_tokenizer(settings), load(settings)

@@ -68,9 +68,13 @@ def load_draft(
     if target is not None:
         check_fit(config, target, str(directory))
         warn_of_another_target(directory, _trained_for(directory), target)
+    tensors = read_tensors(directory)
+    for name, tensor in tensors.items():
+        if not bool(tensor.float().isfinite().all()):
+            raise CheckpointError(f"draft {directory} holds NaN or Inf in {name}: use another one")
     return build_draft(
         config,
-        read_tensors(directory),
+        tensors,
         where=str(directory),
         target=target,
         device=device,

@@ -165,6 +165,11 @@ class HFTarget(Target):
         ids = torch.arange(4, device=self.device)[None] % self.vocab_size
         theirs = self.model(input_ids=ids, use_cache=False).logits.float()
         ours = self.logits(self.features(ids, ()).last_hidden).float()
+        if not theirs.isfinite().all():
+            raise TargetError(
+                f"target '{self.name}' computes logits that are NaN or Inf: its weights are "
+                f"damaged, or too large for {self.dtype}"
+            )
         if not torch.allclose(ours, theirs, atol=1e-2, rtol=1e-2):
             raise TargetError(
                 f"target '{self.name}': the output head applied to the last hidden state differs "

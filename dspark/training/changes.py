@@ -14,17 +14,16 @@ from dspark.errors import CheckpointError
 from dspark.training.checkpoint import Saved, TrainState
 from dspark.training.optim import Schedule, ramp_at
 
-__all__ = ["check_length", "structure", "warn"]
+__all__ = ["check_length", "resolved", "structure", "warn"]
 
 log = logging.getLogger(__name__)
 
-# Settings whose change alters no number of the training.
+# Settings whose change alters no number of the training and none that `best` goes by.
 _PLAIN_KEYS = frozenset(
     {
         "output_dir", "features", "steps", "epochs", "batch_size", "grad_accumulation",
         "gradient_checkpointing", "attention", "compile", "num_processes", "resume", "save_every",
-        "keep", "log_every", "validate_every", "validation_prompts", "validation_limit",
-        "validation_max_new_tokens", "tracker", "chunk_blocks", "seed", "num_anchors",
+        "keep", "log_every", "validate_every", "tracker", "chunk_blocks", "seed", "num_anchors",
         "target_devices", "split_queue",
     }
 )  # fmt: skip
@@ -71,13 +70,30 @@ def check_length(state: TrainState, path: Path, config: Config, schedule: Schedu
         )
 
 
+def resolved(config: Config, *, precision: str, dtype: str) -> Config:
+    """For the record: with what launch and machine made of the settings that leave it to them."""
+    return config.model_copy(
+        update={
+            "target": config.target.model_copy(update={"dtype": dtype}),
+            "train": config.train.model_copy(update={"mixed_precision": precision}),
+        }
+    )
+
+
 def warn(saved: Saved, config: Config) -> None:
-    """Name every setting of the optimisation that differs from the checkpoint's."""
-    for section in ("loss", "train"):
+    """Name every setting of the optimisation that differs from the checkpoint's.
+
+    Args:
+        saved: earlier versions recorded its settings as they were given.
+        config: `resolved`.
+    """
+    for section in ("target", "loss", "train"):
         then = getattr(saved.config, section).model_dump()
         now = getattr(config, section).model_dump()
         for key, value in now.items():
-            if then[key] != value and key not in _PLAIN_KEYS:
+            untold = key in ("mixed_precision", "dtype") and then[key] in (None, "auto")
+            counts = key == "dtype" if section == "target" else key not in _PLAIN_KEYS
+            if then[key] != value and counts and not untold:
                 log.warning(
                     "%s.%s changes from %s to %s at step %d",
                     section,

@@ -31,6 +31,7 @@ from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
+from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -40,12 +41,13 @@ from dspark.config import Config
 from dspark.errors import CheckpointError, RunError
 from dspark.export.check import AVERAGE_PROBE_NAME, Probe, save_probe
 from dspark.export.tensors import AVERAGE_NAME
-from dspark.provenance import read_object
+from dspark.target.fingerprint import difference
 
 __all__ = [
     "Best",
     "Saved",
     "TrainState",
+    "check_links",
     "check_structure",
     "clear_leftovers",
     "find_complete",
@@ -86,6 +88,8 @@ class Best:
 class TrainState:
     """What the trainer knows beside weights and moments; `trainer_state.json`."""
 
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
     step: int
     """Optimizer steps done."""
     total_steps: int
@@ -101,6 +105,10 @@ class TrainState:
     tracker_run: str | None = None
     """Run id at the tracker, to continue the same curve."""
     format: int = FORMAT
+
+
+_STATE = TypeAdapter(TrainState)
+_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +159,11 @@ def save(
             data=data,
         )
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch and safetensors have words of their own for a disk that refuses
-        reason = str(error).splitlines()[0]
-        raise RunError(f"cannot write a checkpoint into {output_dir}: {reason}") from error
+        # torch and safetensors have words of their own for a disk that refuses; the room tells
+        reason, free = str(error).splitlines()[0], shutil.disk_usage(output_dir).free / 1e9
+        raise RunError(
+            f"cannot write a checkpoint into {output_dir} ({free:.1f} GB free there): {reason}"
+        ) from error
 
 
 def _save(
@@ -213,6 +223,7 @@ def read(path: Path) -> Saved:
         moments = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
         raise _unreadable(path, error) from error
+    _check_tensors(path, weights, moments, average or {})
     return Saved(
         path=path,
         state=state,
@@ -231,11 +242,31 @@ def read_state(path: Path) -> TrainState:
     """
     verify_complete(path)
     try:
-        raw = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        best = raw.pop("best")
-        return TrainState(**raw, best=Best(**best) if best else None)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return _STATE.validate_json((path / "trainer_state.json").read_bytes())
+    except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
+
+
+def _check_tensors(
+    path: Path, weights: Mapping[str, Tensor], moments: Any, average: Mapping[str, Tensor]
+) -> None:
+    """Refuse what a training could not go on from, or only to a loss that is not finite."""
+
+    def refuse(what: str) -> CheckpointError:
+        return CheckpointError(f"{path} {what}: move it away to go on from an older one")
+
+    if not isinstance(moments, dict) or moments.keys() != weights.keys():
+        raise refuse("holds moments of other tensors than its weights")
+    for name, weight in weights.items():
+        held = moments[name]
+        # none at all: a tensor that no term of the loss has reached
+        if not isinstance(held, dict) or (held and held.keys() != _MOMENTS):
+            raise refuse(f"holds no AdamW moments of {name}")
+        if any(value.shape != weight.shape for key, value in held.items() if key != "step"):
+            raise refuse(f"holds moments of {name} in another shape than its weight")
+        values = [weight, *held.values(), *([average[name]] if name in average else [])]
+        if not all(bool(value.isfinite().all()) for value in values):
+            raise refuse(f"holds NaN or Inf in {name}")
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
@@ -252,7 +283,7 @@ def verify_complete(path: Path) -> None:
     """
     try:
         complete = json.loads((path / _COMPLETE).read_text(encoding="utf-8"))
-        version, files = complete["format"], complete["files"]
+        version, files = complete["format"], dict(complete["files"])
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} holds no {_COMPLETE}: it is not a training checkpoint, or a half-written one"
@@ -329,11 +360,25 @@ def mend_links(path: Path) -> None:
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    verify_complete(path)
+    best = read_state(path).best
     link(path.parent, "latest", _step(path))
-    best = read_object(path / "trainer_state.json", CheckpointError).get("best")
-    if best and (path.parent / f"checkpoint-{best['step']}").is_dir():
-        link(path.parent, "best", best["step"])
+    if best is not None and (path.parent / f"checkpoint-{best.step}").is_dir():
+        link(path.parent, "best", best.step)
+
+
+def check_links(output_dir: Path) -> None:
+    """Refuse directories in the place of the links: some ways to copy a run make such.
+
+    Raises:
+        CheckpointError: `latest` or `best` is one.
+    """
+    for name in ("latest", "best"):
+        place = output_dir / name
+        if place.is_dir() and not place.is_symlink():
+            raise CheckpointError(
+                f"{place} is a directory, where a link to a checkpoint belongs (copied without its "
+                "links?): move it away"
+            )
 
 
 def rotate(output_dir: Path, *, keep: int, best: Best | None) -> None:
@@ -355,6 +400,12 @@ def check_structure(saved: Mapping[str, Any], current: Mapping[str, Any], path: 
         then, now = saved.get(key), current.get(key)
         # the saved side went through JSON, where tuples became lists
         if then != json.loads(json.dumps(now)):
+            if key == "target" and then and now:
+                raise CheckpointError(
+                    f"the target's {difference(str(then), str(now))} are not those that {path} was "
+                    "trained with: restore target.path and target.dtype, or start in another "
+                    "train.output_dir"
+                )
             raise CheckpointError(
                 f"{key} is {now} but {path} was trained with {then}: "
                 "restore it, or start in another train.output_dir"

@@ -62,8 +62,8 @@ def check_environment(
     """Refuse a launch that would not train as it was asked to, from what it left in ``environ``.
 
     Raises:
-        ConfigError: the launcher asked for Megatron-LM, fp16, an accumulation of its own, a kind
-            of FSDP that is not done here, or for more processes than it started.
+        ConfigError: the launcher asked for Megatron-LM, fp16, a compiler or an accumulation of its
+            own, a kind of FSDP that is not done here, or for more processes than it started.
         MissingPackageError: it asked for DeepSpeed, which is not installed.
     """
     if _flag(environ, "ACCELERATE_USE_MEGATRON_LM"):
@@ -83,6 +83,12 @@ def check_environment(
         raise ConfigError(
             f"the launcher asked for mixed_precision {precision}: use bf16 or no "
             "(or set train.mixed_precision)"
+        )
+    dynamo = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if dynamo.lower() != "no":
+        raise ConfigError(
+            f"the launcher asked for dynamo_backend {dynamo}: leave it out of the launcher's "
+            "settings and use train.compile=true"
         )
     accumulation = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation not in ("1", "auto", str(settings.grad_accumulation)):
@@ -164,24 +170,30 @@ def start(settings: TrainSettings, *, device: str) -> Accelerator:
         )
     # A second run in this process (a demo, a test) may want another precision than the first.
     AcceleratorState._reset_state()
-    accelerator = Accelerator(
-        # Without it, several torchrun processes on a machine without GPUs never find each other.
-        # But accelerate takes the word for a wish to do without DeepSpeed.
-        cpu=on_cpu and strategy != "zero",
-        mixed_precision=settings.mixed_precision,
-        # The trainer weighs the loss of each window itself: backward must not divide it again.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=1, sync_with_dataloader=False
-        ),
-        deepspeed_plugin=_deepspeed(os.environ, settings) if strategy == "zero" else None,
-        kwargs_handlers=[
-            # On a CPU, accelerate counts one process under any other backend of DeepSpeed's.
-            InitProcessGroupKwargs(
-                backend="gloo" if strategy == "zero" and on_cpu else None, timeout=_TIMEOUT
+    try:
+        accelerator = Accelerator(
+            # Without it, several torchrun processes on a machine without GPUs never meet.
+            # But accelerate takes the word for a wish to do without DeepSpeed.
+            cpu=on_cpu and strategy != "zero",
+            mixed_precision=settings.mixed_precision,
+            # The trainer weighs the loss of each window itself: backward must not divide it again.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=1, sync_with_dataloader=False
             ),
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-        ],
-    )
+            deepspeed_plugin=_deepspeed(os.environ, settings) if strategy == "zero" else None,
+            kwargs_handlers=[
+                # On a CPU, accelerate counts one process under any other backend of DeepSpeed's.
+                InitProcessGroupKwargs(
+                    backend="gloo" if strategy == "zero" and on_cpu else None, timeout=_TIMEOUT
+                ),
+                DistributedDataParallelKwargs(
+                    broadcast_buffers=False, gradient_as_bucket_view=True
+                ),
+            ],
+        )
+    except (ValueError, torch.distributed.DistError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"accelerate refuses what the launcher set: {reason}") from error
     check_started(
         num_processes=accelerator.num_processes,
         distributed_type=accelerator.distributed_type.name,

@@ -87,7 +87,7 @@ class Monitor:
         """Figures since the last line, of all processes, and a fresh start. A collective.
 
         Raises:
-            RunError: the loss is not finite.
+            RunError: the loss or the gradient is not finite.
         """
         total = self._accelerator.reduce(self._sums, reduction="sum").cpu()
         elapsed = time.perf_counter() - self._since
@@ -107,7 +107,7 @@ class Monitor:
         }
         if self._sums.device.type == "cuda":
             figures["perf/mem_gib"] = torch.cuda.max_memory_allocated(self._sums.device) / 2**30
-        _check_finite(loss)
+        _check_finite(loss, grad_norm)
         self._sums.zero_()
         self._steps = self._timed_steps = 0
         self._since = time.perf_counter()
@@ -117,10 +117,11 @@ class Monitor:
         """Sums of each process and steps since the last line, for a checkpoint. A collective.
 
         Raises:
-            RunError: the loss is not finite; such a state is not worth saving.
+            RunError: the loss or the gradient is not finite; such a state is not worth saving.
         """
         window = self._accelerator.gather(self._sums[None]).tolist()
-        _check_finite(sum(sums[self._statistics] for sums in window))
+        first = self._statistics
+        _check_finite(*(sum(sums[place] for sums in window) for place in (first, first + 1)))
         return window, self._steps
 
     def restore(self, window: Sequence[Sequence[float]], steps: int) -> None:
@@ -138,10 +139,13 @@ class Monitor:
         self._timed_steps = 0
 
 
-def _check_finite(loss: float) -> None:
-    if not math.isfinite(loss):
+def _check_finite(loss: float, grad_norm: float) -> None:
+    # a gradient that is not finite has spoilt the weights, which the next loss would show
+    for name, value in (("loss", loss), ("gradient's norm", grad_norm)):
+        if math.isfinite(value):
+            continue
         raise RunError(
-            f"the loss is {loss}: the draft's weights or the target's features are no longer "
+            f"the {name} is {value}: the draft's weights or the target's features are no longer "
             "finite; lower train.lr or train.max_grad_norm and start from the last checkpoint"
         )
 
@@ -163,8 +167,12 @@ class MetricsFile:
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Append one line."""
-        self._file.write(json.dumps({"step": step, **figures}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **figures}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self._path)  # a full disk does not say where
+            raise
 
     def close(self) -> None:
         """Close the file."""
@@ -173,7 +181,7 @@ class MetricsFile:
 
 def _truncate(path: Path, last_step: int) -> None:
     """Keep the lines up to ``last_step``: what a killed run wrote behind its checkpoint goes."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = []
     for number, line in enumerate(lines, 1):
         try:

@@ -184,6 +184,7 @@ def find_resume(config: Config, *, clear: bool = True) -> Path | None:
                 "use train.resume=auto to go on there, or another directory"
             )
         return None
+    checkpoint.check_links(output_dir)
     if clear:
         checkpoint.clear_leftovers(output_dir)
     if settings.resume == "auto":

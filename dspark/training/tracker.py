@@ -14,14 +14,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from accelerate.tracking import WandBTracker
+from pydantic import ValidationError
 
 from dspark import provenance
 from dspark.config import Config, TrackerSettings
-from dspark.errors import MissingPackageError, RunError
+from dspark.errors import ConfigError, DSparkError, MissingPackageError, RunError
 
 __all__ = ["Tracker", "check_installed", "check_server"]
 
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+_ONLINE = ("online", "run", "shared")
 _CONNECT_S = 5.0
 _REMEDY = "(WANDB_MODE=offline works without a network, train.tracker.kind=none without wandb)"
 
@@ -45,14 +47,18 @@ def check_server(settings: TrackerSettings) -> None:
     wandb itself would try for minutes to reach its server, and ask after the key only then.
 
     Raises:
+        ConfigError: a variable of wandb's environment holds what it does not know.
         RunError: the server cannot be reached, or no key is set and nobody is there to be asked.
     """
     if settings.kind == "none":
         return
     import wandb
 
-    found = wandb.setup().settings
-    if found.mode != "online":
+    try:
+        found = wandb.setup().settings
+    except (wandb.Error, ValueError) as error:
+        raise _refused(error) from error
+    if found.mode not in _ONLINE:
         return
     if not any(os.environ.get(name) for name in _PROXIES):
         _connect(found.base_url)
@@ -69,6 +75,7 @@ class Tracker:
         """Start a run, or continue ``run_id``.
 
         Raises:
+            ConfigError: it knows no such tag.
             RunError: the tracker refuses (no key, no network).
         """
         self._tracker: Any = None
@@ -88,7 +95,7 @@ class Tracker:
         )
         try:
             tracker.start()
-        except wandb.Error as error:
+        except (wandb.Error, ValueError) as error:
             raise _refused(error) from error
         self._tracker = tracker
         # not with the start: there a value that a resumed run changes would be refused
@@ -127,6 +134,13 @@ def _connect(url: str) -> None:
         ) from error
 
 
-def _refused(error: Exception) -> RunError:
+def _refused(error: Exception) -> DSparkError:
+    if isinstance(error, ValidationError):
+        # not with the value, which may be a key
+        problem = error.errors(include_input=False)[0]
+        where = ".".join(map(str, problem["loc"]))
+        return ConfigError(
+            f"wandb refuses {where} (environment or train.tracker): {problem['msg']}"
+        )
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return RunError(f"wandb does not start: {said} {_REMEDY}")

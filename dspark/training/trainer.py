@@ -113,6 +113,11 @@ class Trainer:
             kind=settings.schedule,
         )
         self.target = open_target(config, accelerator.device, pool)
+        self._recorded = changes.resolved(
+            config,
+            precision=accelerator.mixed_precision,
+            dtype=str(self.target.dtype).removeprefix("torch."),
+        )
         check_fit(rows, self.target)
         self.prompts = validation.prompt_ids(
             settings,
@@ -149,7 +154,7 @@ class Trainer:
         else:
             checkpoint.check_structure(saved.state.structure, self.structure, saved.path)
             changes.check_length(saved.state, saved.path, config, self.schedule)
-            changes.warn(saved, config)
+            changes.warn(saved, self._recorded)
             self.draft = build.restored_draft(
                 draft_config, saved.weights, self.target, where=str(saved.path)
             )
@@ -459,7 +464,7 @@ class Trainer:
             weights=weights,
             draft_config={**shape, "dtype": "float32", "torch_dtype": "float32"},
             moments=moments,
-            config=self.config,
+            config=self._recorded,
             average=average,
             probe=probes.get("raw"),
             average_probe=probes.get("ema"),

@@ -118,7 +118,7 @@ def run(request: dict[str, Any], rank: int, port: int) -> None:
     if request["watched"]:
         watch(moments)
     program.main(request["settings"])
-    if request["watched"]:
+    if request["watched"] and rank == 0:
         Path(f"{request['log']}.events").write_text(json.dumps(moments.seen))
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,13 @@ def write(
         state,
         weights={"fc.weight": torch.arange(6.0).view(2, 3).t()},
         draft_config={"architectures": ["Qwen3DSparkModel"]},
-        moments={"fc.weight": {"step": torch.tensor(3.0), "exp_avg": torch.ones(3, 2)}},
+        moments={
+            "fc.weight": {
+                "step": torch.tensor(3.0),
+                "exp_avg": torch.ones(3, 2),
+                "exp_avg_sq": torch.ones(3, 2),
+            }
+        },
         config=Config(),
         average={"fc.weight": torch.ones(3, 2)} if ema_since is not None else None,
     )
@@ -98,7 +105,8 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_sync", full)
-    with pytest.raises(RunError, match="No space left on device"):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(RunError, match=r"\(0.0 GB free there\): .*No space left on device"):
         write(tmp_path, 3)
 
 
@@ -138,10 +146,82 @@ def test_every_file_is_missed_by_name(tmp_path: Path, name: str, half: bool) -> 
         checkpoint.read(path)
 
 
+def overwrite(path: Path, name: str, data: bytes) -> None:
+    """Damage that `COMPLETE` does not show."""
+    (path / name).write_bytes(data)
+    complete = json.loads((path / "COMPLETE").read_text())
+    complete["files"][name] = len(data)
+    (path / "COMPLETE").write_text(json.dumps(complete))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"exp_avg": torch.full((3, 2), float("nan"))}, "NaN or Inf in fc.weight"),
+        ({"exp_avg_sq": torch.ones(2, 3)}, "moments of fc.weight in another shape than its weight"),
+        ({"other": torch.ones(3, 2)}, "no AdamW moments of fc.weight"),
+    ],
+)
+def test_moments_that_a_run_could_not_use_are_refused(
+    tmp_path: Path, change: dict[str, torch.Tensor], message: str
+) -> None:
+    path = write(tmp_path, 3)
+    moments = torch.load(path / "optimizer.pt")
+    moments["fc.weight"].update(change)
+    torch.save(moments, tmp_path / "changed")
+    overwrite(path, "optimizer.pt", (tmp_path / "changed").read_bytes())
+    with pytest.raises(CheckpointError, match=f"checkpoint-3 holds {message}: move it away"):
+        checkpoint.read(path)
+
+
+def test_moments_are_those_of_the_weights(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    none: list[object] = [{}, [1]]
+    for moments in none:
+        torch.save(moments, tmp_path / "changed")
+        overwrite(path, "optimizer.pt", (tmp_path / "changed").read_bytes())
+        with pytest.raises(CheckpointError, match="moments of other tensors than its weights"):
+            checkpoint.read(path)
+    torch.save({"fc.weight": {}}, tmp_path / "changed")  # no term of the loss has reached it
+    overwrite(path, "optimizer.pt", (tmp_path / "changed").read_bytes())
+    assert checkpoint.read(path).moments == {"fc.weight": {}}
+
+
+@pytest.mark.parametrize("change", [{"step": "3"}, {"structure": []}, {"best": 7}, {"new": 1}])
+def test_a_state_of_other_types_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    path = write(tmp_path, 3)
+    state = json.loads((path / "trainer_state.json").read_text())
+    overwrite(path, "trainer_state.json", json.dumps({**state, **change}).encode())
+    with pytest.raises(CheckpointError, match="checkpoint-3 cannot be read"):
+        checkpoint.read(path)
+    with pytest.raises(CheckpointError, match="checkpoint-3 cannot be read"):
+        checkpoint.mend_links(path)
+
+
+def test_a_run_copied_without_its_links_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    checkpoint.check_links(tmp_path)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointError, match="latest is a directory, where a link"):
+        checkpoint.check_links(tmp_path)
+
+
+def test_another_target_is_told_by_what_differs(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the target's weights are not those that"):
+        checkpoint.check_structure({"target": "2-a-b"}, {"target": "2-a-c"}, tmp_path)
+
+
 def test_a_damaged_complete_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
     whole = (path / "COMPLETE").read_text()
-    for text in ("", whole[: len(whole) // 2], "[]", '{"format": 2}'):
+    for text in (
+        "",
+        whole[: len(whole) // 2],
+        "[]",
+        '{"format": 2}',
+        '{"format": 2, "files": [1]}',
+    ):
         (path / "COMPLETE").write_text(text)
         with pytest.raises(CheckpointError, match="COMPLETE cannot be read"):
             checkpoint.read(path)

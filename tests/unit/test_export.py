@@ -426,6 +426,14 @@ def test_every_tensor_that_does_not_fit_is_said_at_once(copy: Path, target: Targ
         assert word in said
 
 
+def test_weights_that_are_not_finite_are_refused(copy: Path, target: Target) -> None:
+    weights = load_file(copy / "model.safetensors")
+    weights["fc.weight"][0, 0] = float("inf")
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds NaN or Inf in fc.weight"):
+        load_draft(copy, target=target)
+
+
 def test_missing_and_broken_files_are_one_sentence(copy: Path, tmp_path: Path) -> None:
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])

@@ -188,7 +188,9 @@ def test_a_run_of_an_earlier_version_goes_on(
     if same:
         assert program.run(config(place, tmp_path / "out", *own)).step == 2
     else:
-        with pytest.raises(CheckpointError, match=r"target is [0-9a-f]{16} but .* 0{16}"):
+        with pytest.raises(
+            CheckpointError, match=r"the target's weights are not those that .* was trained with"
+        ):
             program.run(config(place, tmp_path / "out", *own))
 
 

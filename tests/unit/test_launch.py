@@ -212,6 +212,22 @@ def test_fp16_from_the_launcher_is_refused() -> None:
     check_environment(environ, TrainSettings(mixed_precision="bf16"), has_gpu=True)
 
 
+def test_a_compiler_of_the_launcher_is_refused() -> None:
+    environ = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+    with pytest.raises(ConfigError, match=r"dynamo_backend INDUCTOR: .* train.compile=true"):
+        check_environment(environ, TrainSettings(), has_gpu=True)
+    check_environment({"ACCELERATE_DYNAMO_BACKEND": "NO"}, TrainSettings(), has_gpu=True)
+
+
+def test_what_accelerate_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise ValueError("MASTER_ADDR was not set\nand more")
+
+    monkeypatch.setattr("dspark.training.launch.Accelerator", refuse)
+    with pytest.raises(ConfigError, match=r"what the launcher set: MASTER_ADDR was not set$"):
+        start(TrainSettings(), device="cpu")
+
+
 def test_accumulation_has_one_source_of_truth() -> None:
     environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     with pytest.raises(ConfigError, match=r"steps 4 and train.grad_accumulation is 2"):

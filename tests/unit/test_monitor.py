@@ -96,6 +96,16 @@ def test_a_loss_that_is_not_finite_stops_the_run(accelerator: Accelerator) -> No
         monitor.line()
 
 
+def test_a_gradient_that_is_not_finite_stops_the_run(accelerator: Accelerator) -> None:
+    monitor = Monitor(K, accelerator)
+    vector, loss, below = one_pass(0, 2)
+    monitor.add(vector, loss, tokens=1, skipped=torch.tensor(0))
+    monitor.end_step(torch.tensor(float("nan")), below)
+    for function in (monitor.state, monitor.line):
+        with pytest.raises(RunError, match="the gradient's norm is nan"):
+            function()
+
+
 def test_metrics_behind_the_checkpoint_are_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

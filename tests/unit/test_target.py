@@ -25,6 +25,14 @@ def ids_of(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(seed))
 
 
+def test_weights_that_compute_nothing_finite_are_named_as_such() -> None:
+    model = tiny_target().model
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    with pytest.raises(TargetError, match="logits that are NaN or Inf: its weights are damaged"):
+        HFTarget(model, "tiny")
+
+
 def test_taps_are_the_hidden_states_one_further(target: Target) -> None:
     ids = ids_of(20).view(2, 10)
     features = target.features(ids, TAPS)

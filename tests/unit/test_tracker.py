@@ -7,14 +7,15 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from accelerate import PartialState
+from pydantic import BaseModel
 
 from dspark import config_io
 from dspark.config import Config, TrackerSettings
-from dspark.errors import RunError
+from dspark.errors import ConfigError, RunError
 from dspark.testing import save_tiny_target
 from dspark.training import program
 from dspark.training.tracker import Tracker, check_server
@@ -139,6 +140,19 @@ def test_a_server_that_is_not_there_is_found_out_at_once(monkeypatch: pytest.Mon
             check_server(settings)
 
 
+def test_an_environment_that_wandb_does_not_know_is_a_sentence_without_its_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Settings(BaseModel):
+        mode: Literal["online", "offline"]
+
+    fake = install(monkeypatch, FakeWandb())
+    monkeypatch.setattr(fake, "setup", lambda: Settings.model_validate({"mode": KEY}))
+    with pytest.raises(ConfigError, match=r"wandb refuses mode .*: Input should be") as caught:
+        check_server(TrackerSettings(kind="wandb"))
+    assert KEY not in str(caught.value)
+
+
 # --- with the real one --------------------------------------------------------------------
 
 
@@ -207,7 +221,7 @@ def test_an_offline_run_goes_on_under_its_id_and_keeps_the_key_to_itself(
     run(place, out, "train.steps=4", "train.lr=0.001")
     names = runs_in(out)
     assert len(names) == 2
-    assert {name.rpartition("-")[2] for name in names} == {state["tracker_run"]}
+    assert {name.split("-")[3] for name in names} == {state["tracker_run"]}  # a number may follow
     for path in out.rglob("*"):
         assert path.is_dir() or KEY.encode() not in path.read_bytes(), path
 

@@ -27,6 +27,7 @@ from dspark.testing import (
     write_rows,
 )
 from dspark.training import build, program, trainer
+from dspark.training.signals import StopRequest
 from dspark.training.window import Split, Windows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -452,6 +453,8 @@ def test_wandb_that_is_not_installed_is_a_sentence(
         ("draft.init_from=nowhere", "nowhere"),
         ("train.resume=nowhere", "neither auto, nor none, nor a directory"),
         ("train.validation_prompts=[nowhere.jsonl]", "nowhere.jsonl"),
+        ("train.betas=[1, 0.5]", "train.betas.0: input should be less than 1, got 1"),
+        ("train.seed=9223372036854775808", "train.seed: input should be less than"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_code_2(
@@ -503,6 +506,20 @@ def test_a_signal_saves_and_exits_with_75(
     assert (tmp_path / "out" / "latest").resolve().name == "checkpoint-3"
 
 
+def test_a_training_whose_launcher_has_ended_is_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    launched = StopRequest()
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    started_by_hand = StopRequest()
+    assert not launched.pending
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert launched.pending
+    assert not started_by_hand.pending  # a terminal may close behind it
+
+
 @pytest.mark.slow
 def test_one_row_learnt_by_heart_is_accepted_in_whole_blocks(place: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "train" / "overfit_one_batch.py")]
@@ -529,5 +546,18 @@ def test_another_learning_rate_goes_on_with_a_word(
     constant = ["train.schedule=constant", "train.warmup_ratio=0.0", "loss.accept_length_ramp=0.0"]
     run(place, tmp_path / "out", "train.steps=1", *constant)
     with caplog.at_level("WARNING"):
-        run(place, tmp_path / "out", "train.steps=2", *constant, "train.lr=0.5")
-    assert "train.lr changes from 0.002 to 0.5 at step 1" in caplog.text
+        run(
+            place,
+            tmp_path / "out",
+            "train.steps=2",
+            *constant,
+            "train.lr=0.5",
+            "train.mixed_precision=bf16",  # where no launch asked for any
+            "train.validation_limit=1",
+        )
+    for words in (
+        "lr changes from 0.002 to 0.5",
+        "mixed_precision changes from no to bf16",
+        "validation_limit changes from 8 to 1",
+    ):
+        assert f"train.{words} at step 1" in caplog.text
