@@ -178,7 +178,11 @@ def _train(config: Config) -> None:
 
 def _export(out: Path, config: Config, target: Target, tokenizer: Any) -> dict[str, Any]:
     return export_draft(
-        find_checkpoint(Path(config.train.output_dir)), out / "draft", target, tokenizer=tokenizer
+        find_checkpoint(Path(config.train.output_dir)),
+        out / "draft",
+        target,
+        slim=True,
+        tokenizer=tokenizer,
     )
 
 

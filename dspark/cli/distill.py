@@ -31,11 +31,12 @@ def _export(
             help="Of a run with train.ema_decay: what validation chose, the weights, their average."
         ),
     ] = "best",
-    format: Annotated[Literal["hf", "sglang", "vllm"], typer.Option(help="Who will read it.")] = (
-        "hf"
-    ),
-    include_frozen: Annotated[
-        bool, typer.Option(help="Also write the target's embedding and head.")
+    format: Annotated[
+        Literal["hf", "sglang", "vllm", "deepspec"],
+        typer.Option(help="Who will read it; hf: all of them. See docs/formats.md."),
+    ] = "hf",
+    slim: Annotated[
+        bool, typer.Option("--slim", help="No copies of the target's embedding and head.")
     ] = False,
     licence: Annotated[str | None, typer.Option(help="SPDX id for the card.")] = None,
     check: Annotated[bool, typer.Option(help="Reload in a clean process and re-measure.")] = True,
@@ -60,7 +61,7 @@ def _export(
         load(config.target),
         weights=weights,
         format=format,
-        include_frozen=include_frozen,
+        slim=slim,
         tokenizer=tokenizer,
         facts=CardFacts(licence=licence) if licence else None,
         check=check,

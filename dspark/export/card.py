@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.decoding import draft_limit
+from dspark.export.layouts import Format
 
 __all__ = ["CardFacts", "SetResult", "render"]
 
@@ -51,7 +52,7 @@ yields is no round, and a round cut by a stop token counts only what stood befor
 """
 
 _USE = """\
-The draft shares the target's embedding and output head{frozen}.
+The draft shares the target's embedding and output head{tables}.
 It is of no use without this target.
 
 ```
@@ -59,11 +60,7 @@ dspark serve --target {target} --draft {path}
 dspark eval --target {target} --draft {path} --prompts prompts.jsonl
 ```
 
-SGLang (a given `--speculative-num-draft-tokens` must be {window}):
-
-```
---speculative-algorithm DSPARK --speculative-draft-model-path {path}
-```
+{sglang}
 
 vLLM{vllm_limit}:
 
@@ -75,6 +72,18 @@ The switches of these engines are theirs and change. That a version of them was 
 draft is said below, or it was not tried.
 """
 
+_SGLANG = """\
+SGLang (a given `--speculative-num-draft-tokens` must be {window}):
+
+```
+--speculative-algorithm DSPARK --speculative-draft-model-path {path}
+```
+"""
+_NOT_SGLANG = """\
+The files are in the layout of speculators, which SGLang does not read:
+`dspark convert {path} OUT --to sglang` writes the one it reads.
+"""
+
 
 def render(
     facts: CardFacts,
@@ -82,7 +91,8 @@ def render(
     config: Mapping[str, Any],
     target: Mapping[str, Any],
     num_parameters: int,
-    frozen_included: bool,
+    format: Format,
+    tables: bool,
     check: Mapping[str, Any] | None,
     path: str,
 ) -> str:
@@ -92,7 +102,8 @@ def render(
         config: what is written as config.json.
         target: `name`, `revision`, `fingerprint` of the target.
         num_parameters: trained parameters, the target's tables not counted.
-        frozen_included: copies of the target's tables are in the file.
+        format: the layout of the files.
+        tables: copies of the target's tables are in the file.
         check: result of the export check; None when it was not run.
         path: how commands on the card name this directory.
     """
@@ -110,8 +121,10 @@ def render(
             target=name,
             path=path,
             k=block,
-            window=block + 1,
-            frozen=" (copies are in the file)" if frozen_included else " (not in the file)",
+            sglang=(_NOT_SGLANG if format == "vllm" else _SGLANG)
+            .format(path=path, window=block + 1)
+            .strip(),
+            tables=" (copies are in the file)" if tables else " (not in the file)",
             vllm_limit=""
             if config["markov_head_type"] == "vanilla"
             else f" (reads vanilla Markov heads only; this one is {config['markov_head_type']})",

@@ -1,7 +1,7 @@
 """A trained draft to a Hugging Face directory that SGLang, vLLM, DeepSpec's class and we can load.
 
-    config.json         `config_json.to_json`
-    model.safetensors   bfloat16, DeepSpec's names; the target's two tables only when asked
+    config.json         in the layout that was asked for, `layouts`
+    model.safetensors   bfloat16, DeepSpec's names; the target's two tables where readers want them
     README.md           the card
     provenance.json     run, target, versions, and the list of these files
     check.json          prompts and accept length of the export check
@@ -16,17 +16,18 @@ import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark import provenance
-from dspark.draft import DSparkConfig, DSparkDraftModel
+from dspark.draft import DSparkDraftModel
 from dspark.errors import CheckpointError, ConfigError, RunError, unwritable
 from dspark.export.card import CardFacts, render
 from dspark.export.check import Probe, check_in_clean_process, measure, save_probe
-from dspark.export.config_json import to_json
+from dspark.export.config_json import family_of_target, to_json
+from dspark.export.layouts import LAYOUTS, Format, Origin, unreadable, write_config
 from dspark.export.place import PROVENANCE_NAME, check_place, put
 from dspark.export.prompts import fixed_prompts
 from dspark.export.source import Source, Weights, read_source
@@ -34,12 +35,9 @@ from dspark.export.template import template_sha256
 from dspark.export.tensors import FROZEN, WEIGHTS_NAME
 from dspark.target import Target
 
-__all__ = ["Format", "export_draft"]
+__all__ = ["export_draft"]
 
 log = logging.getLogger(__name__)
-
-Format = Literal["hf", "sglang", "vllm"]
-"""Who will read it. The files are the same; what an engine cannot serve is refused."""
 
 _PROBE_TOKENS = 64
 
@@ -51,7 +49,7 @@ def export_draft(
     *,
     weights: Weights = "best",
     format: Format = "hf",
-    include_frozen: bool = False,
+    slim: bool = False,
     tokenizer: Any = None,
     facts: CardFacts | None = None,
     probe: Probe | None = None,
@@ -65,8 +63,9 @@ def export_draft(
             draft, or a model.
         weights: which of a checkpoint's: those that the trainer found to accept more (best), those
             of its step (raw), or their average over the steps (ema).
-        include_frozen: also write copies of the target's embedding and head. Engines and our
-            loader share the target's and ignore them; DeepSpec's class needs them.
+        format: who will read it; what an engine cannot serve is refused.
+        slim: write no copies of the target's embedding and head. Our loader and engines share the
+            target's; DeepSpec's class needs its own.
         tokenizer: the target's, to be written along; its template also renders the fixed prompts
             of the check when no other prompts are known.
         facts: for the card, beside what the checkpoint tells.
@@ -77,28 +76,34 @@ def export_draft(
 
     Raises:
         CheckpointError: the source cannot be exported, or ``out`` must not be replaced.
-        ConfigError: ``format`` cannot serve this draft, there are no prompts to check by, or
-            ``out`` is no place that can be written.
+        ConfigError: ``format`` does not fit this draft or ``slim``, there are no prompts to check
+            by, or ``out`` is no place that can be written.
         RunError: the check failed, or the disk refused.
     """
     place = Path(out).expanduser().absolute()
     origin = None if isinstance(source, DSparkDraftModel) else Path(source).expanduser()
     check_place(place, origin, overwrite=overwrite)
     read = read_source(source, target, weights)
-    _check_format(read.draft.config, format)
+    if reason := unreadable(read.draft.config, format):
+        raise ConfigError(f"--format {format}: {reason}")
+    if slim and LAYOUTS[format].needs_tables:
+        raise ConfigError(
+            f"--slim: {LAYOUTS[format].reader} needs the embedding and the output head in the file"
+        )
+    tables = LAYOUTS[format].tables and not slim
     aside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with provenance.making():
             aside.mkdir(parents=True)
-        record = _write(read, aside, place, target, format, include_frozen, tokenizer)
+        record = _write(read, aside, place, target, format, tables, tokenizer)
         verdict = None
         if check:
             save_probe(aside, probe or read.probe or _own_probe(read, target, tokenizer))
             verdict = check_in_clean_process(aside, target)
         if verdict and "warning" in verdict:
             log.warning("export check: %s", verdict["warning"])
-        _finish(read, aside, place, record, facts, include_frozen, verdict)
+        _finish(read, aside, place, record, facts, tables, verdict)
         put(aside, place)
     except OSError as error:
         if isinstance(refused := unwritable(error), ConfigError):
@@ -109,36 +114,29 @@ def export_draft(
     return record
 
 
-def _check_format(config: DSparkConfig, format: Format) -> None:
-    if format != "hf" and config.markov_rank == 0:
-        raise ConfigError(f"--format {format}: this engine needs a Markov head, markov_rank is 0")
-    if format == "vllm" and config.markov_head_type != "vanilla":
-        raise ConfigError(
-            "--format vllm: vLLM reads vanilla Markov heads only, markov_head_type is "
-            f"{config.markov_head_type}"
-        )
-
-
 def _write(
     read: Source,
     aside: Path,
     place: Path,
     target: Target,
     format: Format,
-    include_frozen: bool,
+    tables: bool,
     tokenizer: Any,
 ) -> dict[str, Any]:
     """config.json, weights and tokenizer; returns the provenance."""
     draft = read.draft
     weights = {name: parameter.detach() for name, parameter in draft.trainable()}
-    if include_frozen:
+    if tables:
         # clones: a tied target has one table under two names, which safetensors refuses
-        tables = (target.embed_weight.clone(), target.head_weight.clone())
-        weights.update(zip(FROZEN, tables, strict=True))
+        both = (target.embed_weight.clone(), target.head_weight.clone())
+        weights.update(zip(FROZEN, both, strict=True))
     provenance.save_tensors(_rounded(weights, place), aside / WEIGHTS_NAME)
-    provenance.write_json(
-        aside / "config.json", to_json(draft.config, architecture=_architecture(target))
+    origin = Origin(
+        family=family_of_target([target.architecture]),
+        verifier=target.name,
+        verifier_architectures=[target.architecture] if target.architecture else [],
     )
+    provenance.write_json(aside / "config.json", write_config(draft.config, format, origin))
     record: dict[str, Any] = provenance.collect(
         kind="dspark-export",
         format=format,
@@ -146,6 +144,7 @@ def _write(
             "name": target.name,
             "revision": target.revision,
             "fingerprint": target.fingerprint(),
+            "architecture": target.architecture,
         },
         source=str(read.path) if read.path else None,
         step=read.step,
@@ -174,12 +173,6 @@ def _rounded(weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
     }
 
 
-def _architecture(target: Target) -> str:
-    """Engines pick the draft's entry by the target's family; the network is the same."""
-    ling = target.architecture.startswith("Bailing")
-    return "LingDSparkModel" if ling else "Qwen3DSparkModel"
-
-
 def _own_probe(read: Source, target: Target, tokenizer: Any) -> Probe:
     if tokenizer is None:
         raise ConfigError(
@@ -202,23 +195,24 @@ def _finish(
     place: Path,
     record: dict[str, Any],
     facts: CardFacts | None,
-    include_frozen: bool,
+    tables: bool,
     verdict: dict[str, Any] | None,
 ) -> None:
     """Card and provenance, which tell the result of the check."""
-    shape = to_json(read.draft.config, architecture="")
+    told = _with_run(facts or CardFacts(), read)
+    record["check"] = verdict
+    record["card"] = asdict(told)
     card = render(
-        _with_run(facts or CardFacts(), read),
-        config=shape,
+        told,
+        config=to_json(read.draft.config, architecture=""),
         target=record["target"],
         num_parameters=record["num_parameters"],
-        frozen_included=include_frozen,
+        format=record["format"],
+        tables=tables,
         check=verdict,
         path=place.name,
     )
     provenance.write_text(aside / "README.md", card)
-    record["check"] = verdict
-    record["card"] = asdict(facts) if facts else None
     record["files"] = sorted([*(path.name for path in aside.iterdir()), PROVENANCE_NAME])
     provenance.write_json(aside / PROVENANCE_NAME, record)
 

@@ -5,6 +5,7 @@ both numbers: missing or surplus tensors, another vocabulary, layers the target 
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,22 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import CheckpointError
-from dspark.export.config_json import from_json, read_json
+from dspark.export.config_json import LING, family_of, from_json, read_json
 from dspark.export.place import PROVENANCE_NAME
 from dspark.export.template import warn_of_another_target
 from dspark.export.tensors import FROZEN, misfits, read_tensors
 from dspark.target import Target
 from dspark.target.config import LingConfig
 
-__all__ = ["TargetShape", "build_draft", "check_fit", "load_draft", "read_config"]
+__all__ = [
+    "TargetShape",
+    "build_draft",
+    "check_fit",
+    "fitting_model",
+    "load_draft",
+    "read_config",
+    "read_weights",
+]
 
 _TRAINING_FILES = ("trainer_state.json", "optimizer.pt", "latest")
 
@@ -38,11 +47,19 @@ def read_config(
         CheckpointError: no exported draft, or one that is not understood.
     """
     directory = _directory(path)
-    return from_json(
-        read_json(directory),
-        str(directory / "config.json"),
+    raw, where = read_json(directory), str(directory / "config.json")
+    config = from_json(
+        raw,
+        where,
         target_layers=target.num_layers if target is not None else target_layers,
     )
+    mask, pad = config.mask_token_id, config.pad_token_id
+    if mask == pad and family_of(raw) != LING:
+        raise CheckpointError(
+            f"{where}: mask_token_id is {mask} and pad_token_id is {pad}: padding would read as "
+            f"open slots; only the official Ling draft ({LING}) is known to be trained so"
+        )
+    return config
 
 
 def load_draft(
@@ -68,18 +85,27 @@ def load_draft(
     if target is not None:
         check_fit(config, target, str(directory))
         warn_of_another_target(directory, _trained_for(directory), target)
-    tensors = read_tensors(directory)
-    for name, tensor in tensors.items():
-        if not bool(tensor.float().isfinite().all()):
-            raise CheckpointError(f"draft {directory} holds NaN or Inf in {name}: use another one")
     return build_draft(
         config,
-        tensors,
+        read_weights(directory),
         where=str(directory),
         target=target,
         device=device,
         dtype=dtype,
     )
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of an exported draft, as stored.
+
+    Raises:
+        CheckpointError: they cannot be read, or are not finite.
+    """
+    tensors = read_tensors(directory)
+    for name, tensor in tensors.items():
+        if not bool(tensor.float().isfinite().all()):
+            raise CheckpointError(f"draft {directory} holds NaN or Inf in {name}: use another one")
+    return tensors
 
 
 def _trained_for(directory: Path) -> Any:
@@ -154,6 +180,24 @@ def check_fit(config: DSparkConfig, target: Target | TargetShape, where: str) ->
         )
 
 
+def fitting_model(
+    config: DSparkConfig, tensors: Mapping[str, Tensor], where: str
+) -> DSparkDraftModel:
+    """A draft on the meta device, after a look at whether ``tensors`` are its weights.
+
+    Raises:
+        CheckpointError: every missing, surplus and misshaped tensor, in one message.
+    """
+    with torch.device("meta"):
+        draft: DSparkDraftModel = DSparkDraftModel(config)
+    expected = {name: tuple(parameter.shape) for name, parameter in draft.trainable()}
+    table = (config.vocab_size, config.hidden_size)
+    fault = misfits(tensors, expected, dict.fromkeys(FROZEN, table))
+    if fault:
+        raise CheckpointError(f"{where} does not fit its config: {fault}")
+    return draft
+
+
 def build_draft(
     config: DSparkConfig,
     tensors: dict[str, Tensor],
@@ -168,19 +212,13 @@ def build_draft(
     Raises:
         CheckpointError: every missing, surplus and misshaped tensor, in one message.
     """
-    with torch.device("meta"):
-        draft: DSparkDraftModel = DSparkDraftModel(config)
-    expected = {name: tuple(parameter.shape) for name, parameter in draft.trainable()}
-    table = (config.vocab_size, config.hidden_size)
-    fault = misfits(tensors, expected, dict.fromkeys(FROZEN, table))
-    if fault:
-        raise CheckpointError(f"{where} does not fit its config: {fault}")
+    draft = fitting_model(config, tensors, where)
     if target is not None:
         device = target.device if device is None else device
         dtype = target.dtype if dtype is None else dtype
     placed = {
         name: tensors[name].to(device=device, dtype=dtype, copy=True).contiguous()
-        for name in expected
+        for name, _ in draft.trainable()
     }
     draft.load_state_dict(placed, assign=True)
     # its tables are float32 functions of the config: rebuilt off the meta device, never cast

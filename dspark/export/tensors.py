@@ -1,6 +1,7 @@
 """Weights of an exported draft on disk: one safetensors file, or several behind an index.
 
-Names are those of `DSparkDraftModel`; files that put `model.` before them are read as well.
+Names are those of `DSparkDraftModel`; files that put `model.` before them are read as well, and so
+are SpecForge's first exports, whose Markov head was a logit head.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ __all__ = ["AVERAGE_NAME", "FROZEN", "INDEX_NAME", "WEIGHTS_NAME", "misfits", "r
 
 AVERAGE_NAME = "ema.safetensors"
 """In a training checkpoint: the average of the weights over the steps."""
+_OLD_MARKOV, _MARKOV = "logit_head.", "markov_head."
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
 """Copies of the target's tables: in the file or not, as the writer liked."""
 
@@ -37,6 +39,8 @@ def read_tensors(directory: Path, file: str | None = None) -> dict[str, Tensor]:
             raise CheckpointError(f"cannot read the weights {shard}: {error}") from None
         for name, tensor in held.items():
             plain = name.removeprefix("model.")
+            if plain.startswith(_OLD_MARKOV):
+                plain = _MARKOV + plain.removeprefix(_OLD_MARKOV)
             if plain.startswith("rotary_emb."):
                 continue  # a function of the config, not a weight
             if plain in tensors:

@@ -91,7 +91,7 @@ def test_export_hands_on_every_option(
 ) -> None:
     export = stub("export.hf.export_draft", {})
     load = stub("target.load", "TARGET")
-    words = ("export", "run", "out", "--format", "vllm", "--include-frozen", "--no-check",
+    words = ("export", "run", "out", "--format", "vllm", "--slim", "--no-check",
              "--weights", "ema", "--overwrite", "--licence", "apache-2.0")  # fmt: skip
     assert run(monkeypatch, *words) == 0
     assert [str(path) for path in export.args[:2]] == ["run", "out"]
@@ -100,7 +100,7 @@ def test_export_hands_on_every_option(
     assert export.options == {
         "weights": "ema",
         "format": "vllm",
-        "include_frozen": True,
+        "slim": True,
         "tokenizer": "TOKENIZER",
         "check": False,
         "overwrite": True,

@@ -120,7 +120,7 @@ def test_a_tensor_in_two_shards_is_refused(copy: Path, target: Target) -> None:
 def test_the_two_tables_of_an_untied_target_are_not_confused(tmp_path: Path) -> None:
     target = tiny_target(tie_word_embeddings=False)
     assert not torch.equal(target.embed_weight, target.head_weight)
-    export_draft(tiny_draft(target), tmp_path / "out", target, include_frozen=True, check=False)
+    export_draft(tiny_draft(target), tmp_path / "out", target, check=False)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(tensors["embed_tokens.weight"], target.embed_weight.bfloat16())
     assert torch.equal(tensors["lm_head.weight"], target.head_weight.bfloat16())
@@ -132,13 +132,13 @@ def test_the_two_tables_of_an_untied_target_are_not_confused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("slim", [False, True])
 def test_the_card_says_what_is_in_the_file_and_who_cannot_read_it(
-    target: Target, tmp_path: Path, kind: str, frozen: bool
+    target: Target, tmp_path: Path, kind: str, slim: bool
 ) -> None:
     draft = tiny_draft(target, markov_head_type=kind)
-    export_draft(draft, tmp_path / "out", target, include_frozen=frozen, check=False)
+    export_draft(draft, tmp_path / "out", target, slim=slim, check=False)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert ("(copies are in the file)" in card) is frozen
-    assert ("(not in the file)" in card) is not frozen
+    assert ("(copies are in the file)" in card) is not slim
+    assert ("(not in the file)" in card) is slim
     assert (f"this one is {kind}" in card) is (kind != "vanilla")
