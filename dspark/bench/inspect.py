@@ -12,6 +12,7 @@ from dspark.decoding.reference_step import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError, DSparkError, TargetError
 from dspark.export.config_json import from_json
+from dspark.export.config_keys import promote
 from dspark.export.load import TargetShape, check_fit
 from dspark.provenance import read_object
 from dspark.serving.graph.weights import unsupported_shapes
@@ -127,7 +128,10 @@ def _plan(
 
 
 def _draft(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    ids = raw.get("target_layer_ids") or [0]
+    # a number that fits is enough to count by, if the config has none
+    ids = (
+        promote(raw, where).get("target_layer_ids") or raw.get("aux_hidden_state_layer_ids") or [0]
+    )
     config = from_json(raw, where, target_layers=int(ids[-1]) + 1)
     with torch.device("meta"):
         draft = DSparkDraftModel(config)

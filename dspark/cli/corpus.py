@@ -1,5 +1,6 @@
 """`dspark prepare`, `sample`, `doctor` and `capture`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -211,7 +212,7 @@ def _capture(
     from dspark.corpus.store import QUARANTINE
     from dspark.draft.config import default_layer_ids
     from dspark.export.load import read_config as draft_shape
-    from dspark.target import load, load_tokenizer
+    from dspark.target import load, load_tokenizer, outline
 
     settings = read_config(
         config,
@@ -220,7 +221,10 @@ def _capture(
         override("capture.out", None if out is None else str(out)),
     )
     start = settings.draft.init_from
-    given = draft_shape(start).target_layer_ids if start else settings.draft.target_layer_ids
+    given: Sequence[int] | None = settings.draft.target_layer_ids
+    if start:
+        shape = draft_shape(start, target_layers=lambda: outline(settings.target).num_layers)
+        given = shape.target_layer_ids
     tokenizer = load_tokenizer(settings.target)
     check_template(tokenizer)
     loaded = load(settings.target)

@@ -1,4 +1,4 @@
-"""`dspark train`, `export` and `eval`."""
+"""`dspark train`, `export`, `convert` and `eval`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -73,6 +73,43 @@ def _export(
     finish(record, as_json)
 
 
+def _convert(
+    draft: Annotated[Path, typer.Argument(metavar="IN", help="Exported draft, of any trainer.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write.")],
+    to: Annotated[
+        Literal["hf", "sglang", "vllm", "deepspec"],
+        typer.Option(help="Who will read it; hf: all of them. See docs/formats.md."),
+    ],
+    target: Annotated[
+        str | None, typer.Option(help="Its target: checked, and named in vLLM's config.")
+    ] = None,
+    slim: Annotated[
+        bool, typer.Option("--slim", help="No copies of the target's embedding and head.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace a foreign directory.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a draft in the layout of other readers; the weights stay the same to the bit.
+
+    Example: dspark convert checkpoints/smollm2-135m-dspark-block8 /tmp/draft --to vllm
+    """
+    from dspark.export.convert import convert_draft
+    from dspark.target import load, outline
+
+    settings = read_config(None, None, override("target.path", target)).target
+    record = convert_draft(
+        draft,
+        out,
+        to,
+        target=outline(settings) if target else None,
+        load_target=(lambda: load(settings, device="cpu")) if target else None,
+        slim=slim,
+        overwrite=overwrite,
+    )
+    print(f"wrote {out} for {to}")
+    finish(record, as_json)
+
+
 def _eval(
     draft: Annotated[str, typer.Option(help="Exported draft.")],
     overrides: Overrides = None,
@@ -140,4 +177,5 @@ def register(app: typer.Typer) -> None:
         add_help_option=False,
     )(_train)
     app.command("export")(_export)
+    app.command("convert")(_convert)
     app.command("eval")(_eval)

@@ -7,7 +7,7 @@ either place, and the layout of speculators. No key that shapes the network has 
 wrong guess loads without a word and drafts nothing that is ever accepted.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ _OPTIONAL_KEYS = (
     "bos_token_id",
     "eos_token_id",
 )
+_INPUT = "confidence_head_with_markov"
 _INTEGERS = frozenset(LAYER_KEYS) - {"hidden_act", "rms_norm_eps"} | {
     "block_size",
     "mask_token_id",
@@ -74,7 +75,7 @@ def family_of(raw: Mapping[str, Any]) -> str:
 
 
 def from_json(
-    raw: Mapping[str, Any], where: str, *, target_layers: int | None = None
+    raw: Mapping[str, Any], where: str, *, target_layers: int | Callable[[], int] | None = None
 ) -> DSparkConfig:
     """The draft's shape from the object in config.json; ``where`` names it in errors.
 
@@ -96,13 +97,14 @@ def from_json(
         )
     flat = promote(raw, where)
     if flat.get("num_target_layers") is None:
-        flat["num_target_layers"] = target_layers
-    if flat.get("enable_confidence_head") is False:
-        flat["confidence_head_with_markov"] = False
+        flat["num_target_layers"] = target_layers() if callable(target_layers) else target_layers
+    if flat.get("enable_confidence_head") is False and flat.get(_INPUT) is None:
+        flat[_INPUT] = False
     missing = [key for key in (*DRAFT_KEYS, *LAYER_KEYS) if flat.get(key) is None]
     if missing:
+        hint = "; its target tells it (--target)" if missing == ["num_target_layers"] else ""
         raise CheckpointError(
-            f"{where} lacks {', '.join(missing)}: no default is right for every draft"
+            f"{where} lacks {', '.join(missing)}: no default is right for every draft{hint}"
         )
     for key in sorted(_INTEGERS):
         if type(flat[key]) is not int:

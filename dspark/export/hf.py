@@ -12,8 +12,6 @@ name is complete and has passed.
 """
 
 import logging
-import os
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,12 @@ from torch import Tensor
 
 from dspark import provenance
 from dspark.draft import DSparkDraftModel
-from dspark.errors import CheckpointError, ConfigError, RunError, unwritable
+from dspark.errors import CheckpointError, ConfigError
 from dspark.export.card import CardFacts, render
 from dspark.export.check import Probe, check_in_clean_process, measure, save_probe
 from dspark.export.config_json import family_of_target, to_json
 from dspark.export.layouts import LAYOUTS, Format, Origin, unreadable, write_config
-from dspark.export.place import PROVENANCE_NAME, check_place, put
+from dspark.export.place import PROVENANCE_NAME, check_place, filling
 from dspark.export.prompts import fixed_prompts
 from dspark.export.source import Source, Weights, read_source
 from dspark.export.template import template_sha256
@@ -91,11 +89,7 @@ def export_draft(
             f"--slim: {LAYOUTS[format].reader} needs the embedding and the output head in the file"
         )
     tables = LAYOUTS[format].tables and not slim
-    aside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        with provenance.making():
-            aside.mkdir(parents=True)
+    with filling(place) as aside:
         record = _write(read, aside, place, target, format, tables, tokenizer)
         verdict = None
         if check:
@@ -104,13 +98,6 @@ def export_draft(
         if verdict and "warning" in verdict:
             log.warning("export check: %s", verdict["warning"])
         _finish(read, aside, place, record, facts, tables, verdict)
-        put(aside, place)
-    except OSError as error:
-        if isinstance(refused := unwritable(error), ConfigError):
-            raise refused from error
-        raise RunError(f"cannot write the export {place}: {error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return record
 
 

@@ -5,7 +5,7 @@ both numbers: missing or surplus tensors, another vocabulary, layers the target 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,10 @@ _TRAINING_FILES = ("trainer_state.json", "optimizer.pt", "latest")
 
 
 def read_config(
-    path: str | Path, target: Target | None = None, *, target_layers: int | None = None
+    path: str | Path,
+    target: Target | None = None,
+    *,
+    target_layers: int | Callable[[], int] | None = None,
 ) -> DSparkConfig:
     """Shape of the draft in ``path``, for ``target`` if it is given; weights are not read.
 

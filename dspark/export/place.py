@@ -3,11 +3,14 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from dspark.errors import CheckpointError
+from dspark import provenance
+from dspark.errors import CheckpointError, ConfigError, RunError, unwritable
 
-__all__ = ["PROVENANCE_NAME", "check_place", "put"]
+__all__ = ["PROVENANCE_NAME", "check_place", "filling"]
 
 PROVENANCE_NAME = "provenance.json"
 
@@ -49,7 +52,30 @@ def _foreign_files(place: Path) -> list[str]:
     return [name for name in names if name not in ours]
 
 
-def put(aside: Path, place: Path) -> None:
+@contextmanager
+def filling(place: Path) -> Iterator[Path]:
+    """Yield a directory beside ``place``, which takes its name when the block has succeeded.
+
+    Raises:
+        ConfigError: it is no place that can be written.
+        RunError: the disk refused.
+    """
+    aside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        with provenance.making():
+            aside.mkdir(parents=True)
+        yield aside
+        _put(aside, place)
+    except OSError as error:
+        if isinstance(refused := unwritable(error), ConfigError):
+            raise refused from error
+        raise RunError(f"cannot write the export {place}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _put(aside: Path, place: Path) -> None:
     """Rename ``aside`` to ``place``; what stood there is removed only afterwards."""
     old = place.with_name(f".{place.name}.{os.getpid()}.old")
     shutil.rmtree(old, ignore_errors=True)

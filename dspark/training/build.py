@@ -96,7 +96,7 @@ def draft_config(
     if settings.init_from is not None:
         if saved is not None:
             return saved  # `init_from` may be gone by now
-        shape = read_config(settings.init_from)
+        shape = read_config(settings.init_from, target)
         check_fit(shape, target, settings.init_from)
         if shape.mask_token_id in used_ids():
             log.warning(

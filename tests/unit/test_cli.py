@@ -63,6 +63,8 @@ from dspark.testing import TINY_LING, save_tiny_target, tiny_draft, tiny_target,
         (["serve", "--target", "x", "--port", "99999"], "99999"),
         (["serve", "--target", "x", "--port", "www"], "must be a whole number, got www"),
         (["export", "a", "b", "--format", "onnx"], "'onnx'"),
+        (["convert", "nowhere", "there", "--to", "hf"], "nowhere"),
+        (["convert", "a", "b"], "--to"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_exit_code_two(
@@ -112,7 +114,9 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
 @pytest.mark.parametrize("place", ["/proc/nowhere/out", "/proc/nowhere.out"])
-@pytest.mark.parametrize("command", ["sample", "capture", "train", "export", "make-checkpoint"])
+@pytest.mark.parametrize(
+    "command", ["sample", "capture", "train", "export", "convert", "make-checkpoint"]
+)
 def test_a_place_that_says_not_found_is_no_lost_file(
     command: str,
     place: str,
@@ -133,6 +137,7 @@ def test_a_place_that_says_not_found_is_no_lost_file(
         "capture": [*settings, f"capture.out={place}"],
         "train": [*settings, "train.steps=2", f"train.output_dir={place}"],
         "export": [str(tmp_path / "draft"), place, "--target", target, "--no-check"],
+        "convert": [str(tmp_path / "draft"), place, "--to", "vllm"],
         "make-checkpoint": ["--config", str(ling), "--out", place],
     }
     monkeypatch.setattr(sys, "argv", ["dspark", command, *words[command]])

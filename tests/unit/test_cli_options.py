@@ -119,6 +119,25 @@ def test_export_hands_on_every_option(
     assert export.options["facts"] is None
 
 
+def test_convert_hands_on_every_option(
+    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert = stub("export.convert.convert_draft", {"format": "vllm"})
+    outline = stub("target.outline", "OUTLINE")
+    load = stub("target.load", "TARGET")
+    assert run(monkeypatch, "convert", "a", "b", "--to", "vllm") == 0
+    assert [str(one) for one in convert.args] == ["a", "b", "vllm"]
+    nothing = {"target": None, "load_target": None, "slim": False, "overwrite": False}
+    assert convert.options == nothing
+    assert capsys.readouterr().out == "wrote b for vllm\n"
+    words = ("convert", "a", "b", "--to", "hf", "--target", "t", "--slim", "--overwrite", "--json")
+    assert run(monkeypatch, *words) == 0
+    assert convert.options.pop("load_target")() == "TARGET"
+    assert convert.options == {"target": "OUTLINE", "slim": True, "overwrite": True}
+    assert (outline.args[0].path, load.args[0].path) == ("t", "t")
+    assert capsys.readouterr().out.splitlines()[-1] == '{"format": "vllm"}'
+
+
 def test_serve_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = stub("serving.server.serve")
     stub("export.load.load_draft", "DRAFT")

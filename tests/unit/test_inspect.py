@@ -11,10 +11,11 @@ import pytest
 from dspark.bench.inspect import inspect
 from dspark.cli import main
 from dspark.errors import TargetError
+from dspark.export.hf import export_draft
 from dspark.target.config import LingConfig
 from dspark.target.sizes import Routing, rank_bytes, step_bytes
 from dspark.target.synthetic import make_checkpoint
-from dspark.testing import TINY_LING, save_tiny_target
+from dspark.testing import TINY_LING, save_tiny_target, tiny_draft, tiny_target
 
 ROOT = Path(__file__).parents[2]
 FLASH = ROOT / "configs/targets/ling-3.0-flash.json"
@@ -237,3 +238,15 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     with pytest.raises(TargetError, match=r"needs 1,\d{3},\d{3} bytes .* 1,000 free"):
         make_checkpoint(LingConfig.from_dict(TINY_LING["tiny"]), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_draft_in_the_layout_of_speculators_is_counted(tmp_path: Path) -> None:
+    target = tiny_target()
+    draft = tiny_draft(target)
+    export_draft(draft, tmp_path / "a", target, format="vllm", check=False)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    del config["num_target_layers"]
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    report = inspect(tmp_path / "a")
+    assert report["own_parameters"] == sum(one.numel() for _, one in draft.trainable())
+    assert (report["architecture"], report["target_layer_ids"]) == ("DSparkSpeculator", [1, 2, 3])
