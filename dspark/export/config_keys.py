@@ -9,7 +9,7 @@ from typing import Any
 
 from dspark.errors import CheckpointError, nearest
 
-__all__ = ["DRAFT_KEYS", "LAYER_KEYS", "check_keys", "check_meaning", "promote"]
+__all__ = ["DRAFT_KEYS", "LAYER_KEYS", "ONLY_MEANING", "check_keys", "check_meaning", "promote"]
 
 DRAFT_KEYS = (
     "block_size",
@@ -34,7 +34,7 @@ LAYER_KEYS = (
     "max_position_embeddings",
 )
 _NESTED = ("dflash_config", "dspark_config")
-_ONLY_MEANING = {
+ONLY_MEANING = {
     # key: the only value under which slot k of a block predicts the token at anchor + k + 1, and
     # under which the layers are those of `dspark.draft`
     "sample_from_anchor": True,
@@ -80,7 +80,7 @@ _WORDS = (
     "speculat",
     "target_layer",
 )
-_OF_A_DRAFT = (*DRAFT_KEYS, *_ONLY_MEANING, *_WITHOUT_EFFECT)
+_OF_A_DRAFT = (*DRAFT_KEYS, *ONLY_MEANING, *_WITHOUT_EFFECT)
 
 
 def promote(raw: Mapping[str, Any], where: str, blocks: Iterable[str] = _NESTED) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def check_meaning(flat: Mapping[str, Any], where: str) -> None:
     Raises:
         CheckpointError: names the key, its value and the only one that is understood.
     """
-    for key, value in _ONLY_MEANING.items():
+    for key, value in ONLY_MEANING.items():
         if flat.get(key, value) != value:
             raise CheckpointError(
                 f"{where}: {key} is {flat[key]!r}; only {value!r} is understood (this draft's "
