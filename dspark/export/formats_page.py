@@ -153,8 +153,8 @@ def page() -> str:
             "",
             "Absent, each has this value; but `sample_from_anchor` must be there in the layout of",
             f"speculators. A mask id that is the pad id is read from a `{LING}` only, as the",
-            "official draft has it. Refused with their values: a key at two places that differs,",
-            "an unknown key that speaks of the draft, another vocabulary, width or number of layers",
+            "official draft has it. Refused with their values: a key that two places differ on, an",
+            "unknown key that speaks of the draft, another vocabulary, width or number of layers",
             "than the target's, more `speculative_tokens` than `block_size`.",
             "",
         ]

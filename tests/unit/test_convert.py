@@ -137,6 +137,35 @@ def test_the_family_and_the_targets_name_outlive_the_layouts_without_a_place_for
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == config
 
 
+def test_the_official_draft_keeps_its_family_where_nothing_tells_its_target(
+    tmp_path: Path,
+) -> None:
+    target = tiny_ling()
+    draft = tiny_draft(target, mask_token_id=target.config.pad_token_id)
+    export_draft(draft, tmp_path / "a", target, check=False)
+    there = (tmp_path / "a" / "config.json").read_text()
+    steps: tuple[tuple[int, Format], ...] = ((1, "vllm"), (2, "hf"))
+    for step, format in steps:
+        (tmp_path / "a" / "provenance.json").unlink()
+        convert_draft(tmp_path / "a", tmp_path / str(step), format)
+        shutil.rmtree(tmp_path / "a")
+        (tmp_path / str(step)).rename(tmp_path / "a")
+    assert (tmp_path / "a" / "config.json").read_text() == there
+
+
+def test_weights_that_are_not_the_configs_are_not_written(copy: Path, tmp_path: Path) -> None:
+    held = stored(copy)
+    del held["fc.weight"]
+    save_file(held, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing fc\.weight"):
+        convert_draft(copy, tmp_path / "out", "hf")
+    held["fc.weight"] = torch.full((64, 192), float("nan"))
+    save_file(held, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"NaN or Inf in fc\.weight"):
+        convert_draft(copy, tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
+
+
 def test_tables_are_kept_left_out_or_taken_from_the_target(
     target: Target, copy: Path, tmp_path: Path
 ) -> None:
