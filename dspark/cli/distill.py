@@ -7,7 +7,14 @@ import typer
 
 from dspark.cli.common import ConfigFile, Dtype, Json, Overrides, finish, override, read_config
 
-__all__ = ["register"]
+__all__ = ["Format", "register"]
+
+# those of `export.layouts`, which is not imported before it is needed
+Format = Annotated[
+    Literal["hf", "sglang", "vllm", "deepspec"],
+    typer.Option(help="Who will read it; hf: all of them. See docs/formats.md."),
+]
+Slim = Annotated[bool, typer.Option("--slim", help="No copies of the target's embedding and head.")]
 
 
 def _train(context: typer.Context) -> None:
@@ -31,13 +38,8 @@ def _export(
             help="Of a run with train.ema_decay: what validation chose, the weights, their average."
         ),
     ] = "best",
-    format: Annotated[
-        Literal["hf", "sglang", "vllm", "deepspec"],
-        typer.Option(help="Who will read it; hf: all of them. See docs/formats.md."),
-    ] = "hf",
-    slim: Annotated[
-        bool, typer.Option("--slim", help="No copies of the target's embedding and head.")
-    ] = False,
+    format: Format = "hf",
+    slim: Slim = False,
     licence: Annotated[str | None, typer.Option(help="SPDX id for the card.")] = None,
     check: Annotated[bool, typer.Option(help="Reload in a clean process and re-measure.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace a foreign directory.")] = False,
@@ -76,16 +78,11 @@ def _export(
 def _convert(
     draft: Annotated[Path, typer.Argument(metavar="IN", help="Exported draft, of any trainer.")],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
-    to: Annotated[
-        Literal["hf", "sglang", "vllm", "deepspec"],
-        typer.Option(help="Who will read it; hf: all of them. See docs/formats.md."),
-    ],
+    to: Format,
     target: Annotated[
         str | None, typer.Option(help="Its target: checked, and named in vLLM's config.")
     ] = None,
-    slim: Annotated[
-        bool, typer.Option("--slim", help="No copies of the target's embedding and head.")
-    ] = False,
+    slim: Slim = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a foreign directory.")] = False,
     as_json: Json = False,
 ) -> None:

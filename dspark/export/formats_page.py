@@ -29,7 +29,7 @@ _NAMES = ", ".join(ARCHITECTURES)
 REQUIRED: dict[str, Mapping[str, str]] = {
     "architectures": {
         "SGLang": f"first of {_NAMES}",
-        _PLAIN: f"first of {_NAMES}",
+        _PLAIN: f"first of {_NAMES} ({LING}: vLLM's open pull request 54174)",
         "DeepSpec": f"first is {ARCHITECTURES[0]}",
     },
     "model_type": {

@@ -5,14 +5,16 @@ import json
 import sys
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from dspark.cli import main
+from dspark.cli.distill import Format
 from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.corpus.sampling import SampleReport
 from dspark.errors import DataError, RunError
+from dspark.export.layouts import FORMATS
 
 
 class Stage:
@@ -117,6 +119,10 @@ def test_export_hands_on_every_option(
     assert export.options["check"] is True
     assert export.options["weights"] == "best"
     assert export.options["facts"] is None
+
+
+def test_every_format_can_be_asked_for() -> None:
+    assert get_args(get_args(Format)[0]) == FORMATS
 
 
 def test_convert_hands_on_every_option(
