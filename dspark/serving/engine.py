@@ -238,6 +238,7 @@ class Engine:
             params.stop,
             self.num_draft_tokens,
             skip_special=params.skip_special,
+            keep=params.keep,
         )
         commits = self.decoder.stream(job.prompt_ids, decode)
         try:

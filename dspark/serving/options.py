@@ -52,7 +52,7 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "separate_reasoning": (False,),
+    "stream_reasoning": (True,),
 }
 
 _COMPLETION: dict[str, tuple[Any, ...]] = {

@@ -6,10 +6,12 @@ from typing import Any
 
 from dspark.decoding import SamplingParams, check_request
 from dspark.errors import ConfigError
+from dspark.serving.answer import CLOSE, OPEN, AnswerParser
 from dspark.serving.engine import end_ids
 from dspark.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerateRequest
 from dspark.serving.request import GenerateParams
 from dspark.serving.settings import ServeSettings
+from dspark.serving.stream import Detokenizer, num_tokens_of, special_ids
 from dspark.target import Target
 
 __all__ = ["Preparer", "Work"]
@@ -30,12 +32,17 @@ _TEMPLATE_ARGUMENTS = frozenset(
 
 
 class Work:
-    """Token ids and effective parameters of one request."""
+    """Token ids and effective parameters of one request, and how its answer is read."""
 
     def __init__(self, prompt_ids: list[int], params: GenerateParams, seed: int | None) -> None:
         self.prompt_ids = prompt_ids
         self.params = params
+        self.separate = self.opened = False
         self._seed = seed
+
+    def parser(self) -> AnswerParser:
+        """For one pass over the answer's text."""
+        return AnswerParser(separate=self.separate, opened=self.opened)
 
     def echo(self) -> dict[str, Any]:
         """The sampling that really happens, for the response; the seed is None when greedy."""
@@ -75,6 +82,7 @@ class Preparer:
         self._ends = target.eos_ids | end_ids(tokenizer)
         self._most_stops = most_stops
         self._defaults = _sampling_defaults(target)
+        self._specials = special_ids(tokenizer)
         self.max_model_len = min(
             int(target.max_position_embeddings), context or int(target.max_position_embeddings)
         )
@@ -96,12 +104,21 @@ class Preparer:
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"
-        text = self._render(messages, request.chat_template_kwargs or {})
+        variables = request.chat_template_kwargs or {}
+        text = self._render(messages, variables)
+        # a user may end with the mark as well; the template's own stands behind all messages
+        opened = text.rstrip().endswith(OPEN) and not self._render(
+            messages, variables, begun=False
+        ).rstrip().endswith(OPEN)
         # the template has written the special tokens itself
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         name = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         limit = limits.pop() if limits else None
-        return self._work(ids, request, (name, limit), request.seed, "messages")
+        work = self._work(
+            ids, request, (name, limit), request.seed, "messages", self._marks(OPEN, CLOSE)
+        )
+        work.separate, work.opened = request.separate_reasoning is not False, opened
+        return work
 
     def completion(self, request: CompletionRequest) -> Work:
         """Tokenise a plain prompt, or take its ids as they are."""
@@ -119,7 +136,22 @@ class Preparer:
         limit = ("sampling_params.max_new_tokens", params.max_new_tokens)
         return self._work(ids, params, limit, params.sampling_seed, name)
 
-    def _render(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
+    def reasoning_tokens(self, work: Work, token_ids: list[int], chars: int) -> int:
+        """How many tokens the first ``chars`` characters of an answer's text took."""
+        params = work.params
+        detokenizer = Detokenizer(
+            self._tokenizer, skip_special=params.skip_special, keep=params.keep
+        )
+        return num_tokens_of(detokenizer, token_ids, chars) if chars else 0
+
+    def _marks(self, *marks: str) -> frozenset[int]:
+        """Those that are special tokens, which a text is usually without."""
+        return self._specials & set(self._tokenizer.convert_tokens_to_ids(list(marks)))
+
+    def _render(
+        self, messages: list[dict[str, str]], variables: dict[str, Any], *, begun: bool = True
+    ) -> str:
+        """``begun``: with the beginning of the answer."""
         if not self._tokenizer.chat_template:
             raise _bad(
                 "messages",
@@ -136,7 +168,7 @@ class Preparer:
                         "template has no such variable",
                     )
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **variables
+                messages, tokenize=False, add_generation_prompt=begun, **variables
             )
         except ApiError:
             raise
@@ -160,6 +192,7 @@ class Preparer:
         limit: tuple[str, int | None],
         seed: int | None,
         name: str,
+        keep: frozenset[int] = frozenset(),
     ) -> Work:
         """``limit`` is the output limit by the name that the client knows it by."""
         if not ids:
@@ -197,6 +230,7 @@ class Preparer:
             stop_ids=self._stop_ids(options, "sampling_params." if "." in field else ""),
             ignore_eos=bool(options.ignore_eos),
             skip_special=options.skip_special_tokens is not False,
+            keep=keep,
         )
         return Work(list(ids), params, seed)
 

@@ -178,6 +178,8 @@ class ChatRequest(_OpenAI):
     max_completion_tokens: TokenCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as a thinking switch."""
+    separate_reasoning: bool | None = None
+    """False leaves reasoning in the content, as SGLang has it."""
 
 
 class CompletionRequest(_OpenAI):

@@ -37,6 +37,8 @@ class GenerateParams:
     ignore_eos: bool = False
     skip_special: bool = True
     """Leave special tokens out of the text."""
+    keep: frozenset[int] = frozenset()
+    """Special tokens that stand in it nevertheless: marks that its reader needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +108,14 @@ class Output:
         block_size: int,
         *,
         skip_special: bool = True,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
         self.text = ""
         self.token_ids: list[int] = []
         self.stats = AcceptStats(block_size)
         self.stop: str | None = None
         self.finish_reason: FinishReason | None = None
-        self._stream = TextStream(tokenizer, stops, skip_special=skip_special)
+        self._stream = TextStream(tokenizer, stops, skip_special=skip_special, keep=keep)
         self._sent = 0
 
     def take(self, commit: Commit) -> tuple[int, int]:

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dspark.acceptance import AcceptStats
+from dspark.serving.answer import Answer, Part
 from dspark.serving.prepare import Work
 from dspark.serving.request import Delta, Finished
 
 __all__ = ["Shape", "native_chunk", "usage"]
 
 
-def usage(prompt: int, completion: int, stats: AcceptStats | None = None) -> dict[str, Any]:
+def usage(
+    prompt: int, completion: int, stats: AcceptStats | None = None, reasoning: int = 0
+) -> dict[str, Any]:
     """Token counts. Rejected proposals are not part of the completion."""
     counts: dict[str, Any] = {
         "prompt_tokens": prompt,
@@ -25,7 +28,7 @@ def usage(prompt: int, completion: int, stats: AcceptStats | None = None) -> dic
         counts["completion_tokens_details"] = {
             "accepted_prediction_tokens": stats.accepted,
             "rejected_prediction_tokens": stats.proposed - stats.accepted,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reasoning,
         }
     return counts
 
@@ -42,14 +45,19 @@ class Shape:
     with_ids: bool = False
     """Ids of prompt and output go with the whole response."""
 
-    def whole(self, end: Finished) -> dict[str, Any]:
+    def whole(self, end: Finished, answer: Answer, reasoning_tokens: int = 0) -> dict[str, Any]:
         """The response of a request without streaming."""
         if self.kind == "chat":
             content: dict[str, Any] = {
-                "message": {"role": "assistant", "content": end.text, "refusal": None}
+                "message": {
+                    "role": "assistant",
+                    "content": answer.content,
+                    "refusal": None,
+                    "reasoning_content": answer.reasoning or None,
+                }
             }
         else:
-            content = {"text": end.text}
+            content = {"text": answer.content}
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": end.finish_reason}
         name = "chat.completion" if self.kind == "chat" else "text_completion"
         prompt: dict[str, Any] = {}
@@ -61,7 +69,7 @@ class Shape:
             **self._head(name),
             **prompt,
             "choices": [choice],
-            "usage": usage(end.num_prompt_tokens, len(end.token_ids), end.stats),
+            "usage": self._usage(end, reasoning_tokens),
             "dspark": self._figures(end),
         }
 
@@ -71,25 +79,28 @@ class Shape:
             return None
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
 
-    def text(self, text: str) -> dict[str, Any]:
-        """A chunk with text."""
-        return self._chunk(self._content(text), None)
+    def part(self, part: Part) -> dict[str, Any]:
+        """A chunk with a part of the answer."""
+        if self.kind == "text":
+            return self._chunk({"text": part.text}, None)
+        name = "reasoning_content" if part.kind == "reasoning" else "content"
+        return self._chunk({"delta": {name: part.text}}, None)
 
     def closing(self, end: Finished) -> dict[str, Any]:
         """The chunk with the finish reason."""
         content: dict[str, Any] = {"delta": {}} if self.kind == "chat" else {"text": ""}
         return {**self._chunk(content, end.finish_reason), "dspark": self._figures(end)}
 
-    def counts(self, end: Finished) -> dict[str, Any]:
+    def counts(self, end: Finished, reasoning_tokens: int) -> dict[str, Any]:
         """The chunk without choices that `stream_options.include_usage` asks for."""
         return {
             **self._chunk({}, None),
             "choices": [],
-            "usage": usage(end.num_prompt_tokens, len(end.token_ids), end.stats),
+            "usage": self._usage(end, reasoning_tokens),
         }
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}} if self.kind == "chat" else {"text": text}
+    def _usage(self, end: Finished, reasoning_tokens: int) -> dict[str, Any]:
+        return usage(end.num_prompt_tokens, len(end.token_ids), end.stats, reasoning_tokens)
 
     def _head(self, name: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"

@@ -7,12 +7,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import dspark
+from dspark.serving.answer import AnswerParser, gather
 from dspark.serving.channel import Channel, ClientGone, unavailable
 from dspark.serving.engine import Engine
 from dspark.serving.prepare import Preparer, Work
@@ -29,6 +30,8 @@ from dspark.serving.responses import Shape, native_chunk, usage
 
 __all__ = ["Api", "new_request_id", "request_id_of", "router"]
 
+T = TypeVar("T")
+
 _CLIENT_CLOSED = Response(status_code=499)
 
 
@@ -44,10 +47,15 @@ class Api:
     created: int = field(default_factory=lambda: int(time.time()))
     _tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def prepare(self, method: Callable[[Any], Work], request: Any) -> Work:
+    async def prepare(self, method: Callable[..., T], *arguments: Any) -> T:
         """Tokenise on a thread, so that a long prompt does not hold up other streams."""
         async with self._tokenizing:
-            return await asyncio.to_thread(method, request)
+            return await asyncio.to_thread(method, *arguments)
+
+    async def reasoning_tokens(self, work: Work, end: Finished, parser: AnswerParser) -> int:
+        """What the usage says of a whole answer."""
+        method, chars = self.preparer.reasoning_tokens, parser.reasoning_chars
+        return await self.prepare(method, work, end.token_ids, chars) if chars else 0
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
@@ -235,11 +243,16 @@ async def _answer(
     )
     channel = Channel(api.engine, shape.work, shape.request_id, request.receive)
     if streamed:
-        return await _stream(channel, _openai_events(channel, shape, options or StreamOptions()))
+        return await _stream(
+            channel, _openai_events(api, channel, shape, options or StreamOptions())
+        )
     try:
-        return JSONResponse(shape.whole(await _wait(channel)))
+        end = await _wait(channel)
     except ClientGone:
         return _CLIENT_CLOSED
+    parser = work.parser()
+    answer = gather([*parser.push(end.text), *parser.flush()])
+    return JSONResponse(shape.whole(end, answer, await api.reasoning_tokens(work, end, parser)))
 
 
 async def _stream(channel: Channel, events: AsyncIterator[dict[str, Any]]) -> Response:
@@ -280,9 +293,9 @@ def _line(event: dict[str, Any]) -> str:
 
 
 async def _openai_events(
-    channel: Channel, shape: Shape, options: StreamOptions
+    api: Api, channel: Channel, shape: Shape, options: StreamOptions
 ) -> AsyncIterator[dict[str, Any]]:
-    prompt_tokens = len(shape.work.prompt_ids)
+    prompt_tokens, parser = len(shape.work.prompt_ids), shape.work.parser()
 
     def with_usage(chunk: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         if options.continuous_usage_stats:
@@ -293,11 +306,14 @@ async def _openai_events(
     if (opening := shape.opening()) is not None:
         yield with_usage(opening, 0)
     while isinstance(event, Delta):
-        yield with_usage(shape.text(event.text), event.num_tokens)
+        for part in parser.push(event.text):
+            yield with_usage(shape.part(part), event.num_tokens)
         event = await channel.next()
+    for part in parser.flush():
+        yield with_usage(shape.part(part), len(event.token_ids))
     yield with_usage(shape.closing(event), len(event.token_ids))
     if options.include_usage:
-        yield shape.counts(event)
+        yield shape.counts(event, await api.reasoning_tokens(shape.work, event, parser))
 
 
 async def _native_events(
