@@ -218,7 +218,9 @@ async def _read(response: httpx.Response, timing: RequestTiming) -> None:
         choice = chunk["choices"][0]
         timing.ended = now
         delta = choice.get("delta") or {}
-        if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+        if choice.get("text") or any(
+            delta.get(name) for name in ("content", "reasoning_content", "tool_calls")
+        ):
             timing.chunks.append((now, usage.get("completion_tokens")))
 
 

@@ -37,9 +37,6 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     **_COMMON,
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -92,8 +89,6 @@ _NATIVE_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 
 _MESSAGE: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "refusal": (),
     "audio": (),
@@ -107,5 +102,9 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "GenerateRequest": _GENERATE,
     "NativeSampling": _NATIVE_SAMPLING,
     "StreamOptions": {"include_obfuscation": (False,)},
+    "Tool": {},
+    "ToolFunction": {"strict": (False,)},
+    "ToolCall": {"index": tuple(range(128))},
+    "CalledFunction": {},
 }
 """By the name of the request model."""

@@ -2,13 +2,23 @@
 
 import re
 import secrets
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dspark.decoding import SamplingParams, check_request
 from dspark.errors import ConfigError
 from dspark.serving.answer import CLOSE, OPEN, AnswerParser
+from dspark.serving.calls import MARKS, CallReader, reader_of
 from dspark.serving.engine import end_ids
-from dspark.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerateRequest
+from dspark.serving.protocol import (
+    ApiError,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Tool,
+)
 from dspark.serving.request import GenerateParams
 from dspark.serving.settings import ServeSettings
 from dspark.serving.stream import Detokenizer, num_tokens_of, special_ids
@@ -38,11 +48,12 @@ class Work:
         self.prompt_ids = prompt_ids
         self.params = params
         self.separate = self.opened = False
+        self.calls: Callable[[], CallReader] | None = None
         self._seed = seed
 
     def parser(self) -> AnswerParser:
         """For one pass over the answer's text."""
-        return AnswerParser(separate=self.separate, opened=self.opened)
+        return AnswerParser(separate=self.separate, opened=self.opened, calls=self.calls)
 
     def echo(self) -> dict[str, Any]:
         """The sampling that really happens, for the response; the seed is None when greedy."""
@@ -100,24 +111,24 @@ class Preparer:
                 f"'max_tokens' is {request.max_tokens} and 'max_completion_tokens' is "
                 f"{request.max_completion_tokens}; send one of them",
             )
-        messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        for message in messages:
-            if message["role"] == "developer":
-                message["role"] = "system"
+        messages = [_template_message(message) for message in request.messages]
+        tools = request.tools if request.tool_choice != "none" else []
+        calls = self._calls(request, tools)
         variables = request.chat_template_kwargs or {}
-        text = self._render(messages, variables)
+        specs = [tool.model_dump(exclude_none=True) for tool in tools]
+        text = self._render(messages, specs, variables)
         # a user may end with the mark as well; the template's own stands behind all messages
         opened = text.rstrip().endswith(OPEN) and not self._render(
-            messages, variables, begun=False
+            messages, specs, variables, begun=False
         ).rstrip().endswith(OPEN)
         # the template has written the special tokens itself
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         name = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         limit = limits.pop() if limits else None
-        work = self._work(
-            ids, request, (name, limit), request.seed, "messages", self._marks(OPEN, CLOSE)
-        )
+        marks = self._marks(OPEN, CLOSE, *(MARKS if calls else ()))
+        work = self._work(ids, request, (name, limit), request.seed, "messages", marks)
         work.separate, work.opened = request.separate_reasoning is not False, opened
+        work.calls = calls
         return work
 
     def completion(self, request: CompletionRequest) -> Work:
@@ -148,17 +159,59 @@ class Preparer:
         """Those that are special tokens, which a text is usually without."""
         return self._specials & set(self._tokenizer.convert_tokens_to_ids(list(marks)))
 
-    def _render(
-        self, messages: list[dict[str, str]], variables: dict[str, Any], *, begun: bool = True
-    ) -> str:
-        """``begun``: with the beginning of the answer."""
+    def _calls(self, request: ChatRequest, tools: list[Tool]) -> Callable[[], CallReader] | None:
+        """What reads calls of these tools in the form that the chat template writes.
+
+        Raises:
+            ApiError: 400; the template has no place for tools, or writes calls in another form.
+        """
+        template = self._template([tool.model_dump() for tool in tools])
+        for index, message in enumerate(request.messages):
+            if message.tool_calls and "tool_calls" not in template:
+                name = f"messages.{index}.tool_calls"
+                raise _bad(name, f"'{name}' would be lost: this model's chat template has no calls")
+        if not tools:
+            return None
+        if re.search(r"\btools\b", template) is None:
+            raise _bad("tools", "'tools' would be lost: this model's chat template knows none")
+        reader = reader_of(template)
+        if reader is None:
+            raise _bad(
+                "tools",
+                "'tools' cannot be served: this model's chat template writes calls neither as "
+                '<tool_call>{"name": …}</tool_call> nor with <arg_key> and <arg_value>',
+            )
+        if request.parallel_tool_calls is False:
+            raise _bad(
+                "parallel_tool_calls",
+                "'parallel_tool_calls' false cannot be kept: nothing hinders the model from "
+                "calling twice; leave it out",
+            )
+        parameters = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        if len(parameters) < len(tools):
+            raise _bad("tools", "'tools' has two functions of the same name")
+        return partial(reader, parameters)
+
+    def _template(self, tools: list[dict[str, Any]]) -> str:
         if not self._tokenizer.chat_template:
             raise _bad(
                 "messages",
                 "this model's tokenizer has no chat template; use /v1/completions with a prompt",
             )
+        template: str = self._tokenizer.get_chat_template(tools=tools or None)
+        return template
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+        *,
+        begun: bool = True,
+    ) -> str:
+        """``begun``: with the beginning of the answer."""
         try:
-            template: str = self._tokenizer.get_chat_template()
+            template = self._template(tools)
             for name in variables:
                 known = re.search(rf"\b{re.escape(name)}\b", template) is not None
                 if name in _TEMPLATE_ARGUMENTS or not known:
@@ -168,7 +221,11 @@ class Preparer:
                         "template has no such variable",
                     )
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=begun, **variables
+                messages,
+                tools=tools or None,
+                tokenize=False,
+                add_generation_prompt=begun,
+                **variables,
             )
         except ApiError:
             raise
@@ -292,6 +349,16 @@ def _sampling_defaults(target: Target) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return chosen
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """As chat templates read it."""
+    given = message.model_dump(exclude_none=True)
+    if given["role"] == "developer":
+        given["role"] = "system"
+    if not given["tool_calls"]:
+        del given["tool_calls"]
+    return {**given, "content": message.content or ""}
 
 
 def _bad(param: str, message: str) -> ApiError:

@@ -7,9 +7,16 @@ with the value that changes nothing, anything else is a 400 that names the optio
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from dspark.errors import nearest, wanted
@@ -17,12 +24,16 @@ from dspark.serving.options import CALLER_LABELS, NEUTRAL_VALUES
 
 __all__ = [
     "ApiError",
+    "CalledFunction",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
     "GenerateRequest",
     "NativeSampling",
     "StreamOptions",
+    "Tool",
+    "ToolCall",
+    "ToolFunction",
     "parse",
 ]
 
@@ -114,6 +125,28 @@ def _prompt(value: Any) -> Any:
     return value
 
 
+def _arguments(value: Any) -> Any:
+    """The object that OpenAI has as a text and chat templates as an object."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("arguments", "must be the text of a JSON object")
+    return value
+
+
+def _tool_choice(value: Any) -> Any:
+    if value == "required" or isinstance(value, dict):
+        raise PydanticCustomError(
+            "tool_choice",
+            "must be 'auto' or 'none': to force a call, decoding would have to be bound to a "
+            "grammar, which this server does not do",
+        )
+    return value
+
+
 TokenCount = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
@@ -162,13 +195,57 @@ class _OpenAI(_Sampled):
     """Ids of prompt and output beside the text, as vLLM gives them."""
 
 
+class ToolFunction(_Body):
+    """`function` of a tool."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
+
+
+class Tool(_Body):
+    """What the model may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class CalledFunction(_Body):
+    """`function` of a call."""
+
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+
+
+class ToolCall(_Body):
+    """A call of an earlier turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(_Body):
     """One turn. `developer` is read as `system`, as OpenAI defines it."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    """Of a `tool` message: the call that it answers."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("message", "needs 'content'")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("message", "may have 'tool_calls' only as an assistant's")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise PydanticCustomError("message", "may have a 'tool_call_id' only as a tool's")
+        return self
 
 
 class ChatRequest(_OpenAI):
@@ -178,6 +255,9 @@ class ChatRequest(_OpenAI):
     max_completion_tokens: TokenCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as a thinking switch."""
+    tools: list[Tool] = []
+    tool_choice: Annotated[Literal["auto", "none"], BeforeValidator(_tool_choice)] = "auto"
+    parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     """False leaves reasoning in the content, as SGLang has it."""
 
@@ -204,10 +284,13 @@ class GenerateRequest(_Body):
     stream: bool | None = None
 
 
-_PARTS: dict[str, type[_Body]] = {
-    "messages": ChatMessage,
-    "stream_options": StreamOptions,
-    "sampling_params": NativeSampling,
+_PARTS: dict[type[_Body], dict[str, type[_Body]]] = {
+    ChatRequest: {"messages": ChatMessage, "stream_options": StreamOptions, "tools": Tool},
+    CompletionRequest: {"stream_options": StreamOptions},
+    GenerateRequest: {"sampling_params": NativeSampling},
+    ChatMessage: {"tool_calls": ToolCall},
+    Tool: {"function": ToolFunction},
+    ToolCall: {"function": CalledFunction},
 }
 """Options that are objects (or lists of them) with options of their own."""
 
@@ -221,15 +304,6 @@ def parse(model: type[Model], raw: bytes) -> Model:
         ApiError: 400; the message names the option and what would be right.
     """
     body = _without_neutral(model, _read_json(raw), "")
-    for name, part in _PARTS.items():
-        value = body.get(name)
-        if isinstance(value, dict):
-            body[name] = _without_neutral(part, value, f"{name}.")
-        elif isinstance(value, list):
-            body[name] = [
-                _without_neutral(part, one, f"{name}.{index}.") if isinstance(one, dict) else one
-                for index, one in enumerate(value)
-            ]
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -280,6 +354,17 @@ def _without_neutral(model: type[_Body], body: dict[str, Any], place: str) -> di
                 param=place + name[:100],
                 code="unknown_parameter",
             )
+    for name, part in _PARTS.get(model, {}).items():
+        value = kept.get(name)
+        if isinstance(value, dict):
+            kept[name] = _without_neutral(part, value, f"{place}{name}.")
+        elif isinstance(value, list):
+            kept[name] = [
+                _without_neutral(part, one, f"{place}{name}.{index}.")
+                if isinstance(one, dict)
+                else one
+                for index, one in enumerate(value)
+            ]
     return kept
 
 

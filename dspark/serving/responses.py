@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from dspark.acceptance import AcceptStats
 from dspark.serving.answer import Answer, Part
+from dspark.serving.calls import Call
 from dspark.serving.prepare import Work
 from dspark.serving.request import Delta, Finished
 
@@ -48,17 +49,21 @@ class Shape:
     def whole(self, end: Finished, answer: Answer, reasoning_tokens: int = 0) -> dict[str, Any]:
         """The response of a request without streaming."""
         if self.kind == "chat":
-            content: dict[str, Any] = {
-                "message": {
-                    "role": "assistant",
-                    "content": answer.content,
-                    "refusal": None,
-                    "reasoning_content": answer.reasoning or None,
-                }
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": answer.content or (None if answer.calls else ""),
+                "refusal": None,
+                "reasoning_content": answer.reasoning or None,
             }
+            if answer.calls:
+                message["tool_calls"] = [
+                    self._call(call, index) for index, call in enumerate(answer.calls)
+                ]
+            content: dict[str, Any] = {"message": message}
         else:
             content = {"text": answer.content}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": end.finish_reason}
+        reason = _reason(end, bool(answer.calls))
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
         name = "chat.completion" if self.kind == "chat" else "text_completion"
         prompt: dict[str, Any] = {}
         if self.with_ids:
@@ -79,17 +84,21 @@ class Shape:
             return None
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
 
-    def part(self, part: Part) -> dict[str, Any]:
-        """A chunk with a part of the answer."""
+    def part(self, part: Part, num_calls: int = 0) -> dict[str, Any]:
+        """A chunk with a part of the answer; ``num_calls`` came before it."""
         if self.kind == "text":
             return self._chunk({"text": part.text}, None)
+        if part.call is not None:
+            call = {"index": num_calls, **self._call(part.call, num_calls)}
+            return self._chunk({"delta": {"tool_calls": [call]}}, None)
         name = "reasoning_content" if part.kind == "reasoning" else "content"
         return self._chunk({"delta": {name: part.text}}, None)
 
-    def closing(self, end: Finished) -> dict[str, Any]:
+    def closing(self, end: Finished, num_calls: int = 0) -> dict[str, Any]:
         """The chunk with the finish reason."""
         content: dict[str, Any] = {"delta": {}} if self.kind == "chat" else {"text": ""}
-        return {**self._chunk(content, end.finish_reason), "dspark": self._figures(end)}
+        reason = _reason(end, num_calls > 0)
+        return {**self._chunk(content, reason), "dspark": self._figures(end)}
 
     def counts(self, end: Finished, reasoning_tokens: int) -> dict[str, Any]:
         """The chunk without choices that `stream_options.include_usage` asks for."""
@@ -101,6 +110,10 @@ class Shape:
 
     def _usage(self, end: Finished, reasoning_tokens: int) -> dict[str, Any]:
         return usage(end.num_prompt_tokens, len(end.token_ids), end.stats, reasoning_tokens)
+
+    def _call(self, call: Call, index: int) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call_{self.request_id}_{index}", "type": "function", "function": function}
 
     def _head(self, name: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
@@ -127,6 +140,11 @@ class Shape:
             "ttft_ms": 1000 * end.ttft_s,
             "total_ms": 1000 * end.total_s,
         }
+
+
+def _reason(end: Finished, called: bool) -> str:
+    """A model that called ends by itself; an output that was cut stays cut."""
+    return "tool_calls" if called and end.finish_reason == "stop" else end.finish_reason
 
 
 def native_chunk(request_id: str, work: Work, text: str, event: Delta | Finished) -> dict[str, Any]:

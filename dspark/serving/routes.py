@@ -295,7 +295,7 @@ def _line(event: dict[str, Any]) -> str:
 async def _openai_events(
     api: Api, channel: Channel, shape: Shape, options: StreamOptions
 ) -> AsyncIterator[dict[str, Any]]:
-    prompt_tokens, parser = len(shape.work.prompt_ids), shape.work.parser()
+    prompt_tokens, parser, num_calls = len(shape.work.prompt_ids), shape.work.parser(), 0
 
     def with_usage(chunk: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         if options.continuous_usage_stats:
@@ -307,11 +307,13 @@ async def _openai_events(
         yield with_usage(opening, 0)
     while isinstance(event, Delta):
         for part in parser.push(event.text):
-            yield with_usage(shape.part(part), event.num_tokens)
+            yield with_usage(shape.part(part, num_calls), event.num_tokens)
+            num_calls += part.call is not None
         event = await channel.next()
     for part in parser.flush():
-        yield with_usage(shape.part(part), len(event.token_ids))
-    yield with_usage(shape.closing(event), len(event.token_ids))
+        yield with_usage(shape.part(part, num_calls), len(event.token_ids))
+        num_calls += part.call is not None
+    yield with_usage(shape.closing(event, num_calls), len(event.token_ids))
     if options.include_usage:
         yield shape.counts(event, await api.reasoning_tokens(shape.work, event, parser))
 
