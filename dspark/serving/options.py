@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["CALLER_LABELS", "NEUTRAL_VALUES"]
 
 CALLER_LABELS = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "rid", "request_id"}
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "request_id"}
 )
 """Names for the caller's own bookkeeping; no value of theirs asks for anything."""
 
@@ -102,6 +102,13 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "GenerateRequest": _GENERATE,
     "NativeSampling": _NATIVE_SAMPLING,
     "StreamOptions": {"include_obfuscation": (False,)},
+    "AbortRequest": {"finished_reason": (), "abort_message": ()},
+    "TokenizeRequest": {
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "mm_processor_kwargs": (),
+    },
+    "DetokenizeRequest": {},
     "Tool": {},
     "ToolFunction": {"strict": (False,)},
     "ToolCall": {"index": tuple(range(128))},

@@ -16,7 +16,9 @@ from dspark.serving.protocol import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerateRequest,
+    TokenizeRequest,
     Tool,
 )
 from dspark.serving.request import GenerateParams
@@ -147,6 +149,56 @@ class Preparer:
         limit = ("sampling_params.max_new_tokens", params.max_new_tokens)
         return self._work(ids, params, limit, params.sampling_seed, name)
 
+    def tokens(self, request: TokenizeRequest) -> dict[str, Any]:
+        """/tokenize: what a prompt, or messages in the model's template, would be read as.
+
+        Raises:
+            ApiError: 400; neither or both, or a template that refuses.
+        """
+        if (request.prompt is None) == (request.messages is None):
+            raise _bad("prompt", "send either 'prompt' or 'messages'")
+        special = request.add_special_tokens
+        if request.prompt is not None:
+            for name in ("tools", "chat_template_kwargs", "add_generation_prompt"):
+                if getattr(request, name) not in (None, []):
+                    raise _bad(name, f"'{name}' needs 'messages'")
+            text, special = request.prompt, special is not False
+        else:
+            self._check_kept(request.messages or [], request.tools)
+            text = self._render(
+                [_template_message(message) for message in request.messages or []],
+                [tool.model_dump(exclude_none=True) for tool in request.tools],
+                request.chat_template_kwargs or {},
+                begun=request.add_generation_prompt is not False,
+            )
+        ids = self._tokenizer(text, add_special_tokens=bool(special))["input_ids"]
+        strings = self._tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": self.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+
+    def text(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """/detokenize: special tokens included.
+
+        Raises:
+            ApiError: 400; an id that the model does not have.
+        """
+        self._check_ids(request.tokens, "tokens")
+        decoded = self._tokenizer.decode(
+            request.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return {"prompt": decoded}
+
+    def _check_ids(self, ids: list[int], name: str) -> None:
+        vocab = self._target.vocab_size
+        # the tokenizer's own too: it may know more ids than the target has rows for
+        for token_id in ids:
+            if not 0 <= token_id < vocab:
+                raise _bad(name, f"'{name}' holds the id {token_id}; ids are 0..{vocab - 1}")
+
     def reasoning_tokens(self, work: Work, token_ids: list[int], chars: int) -> int:
         """How many tokens the first ``chars`` characters of an answer's text took."""
         params = work.params
@@ -165,15 +217,9 @@ class Preparer:
         Raises:
             ApiError: 400; the template has no place for tools, or writes calls in another form.
         """
-        template = self._template([tool.model_dump() for tool in tools])
-        for index, message in enumerate(request.messages):
-            if message.tool_calls and "tool_calls" not in template:
-                name = f"messages.{index}.tool_calls"
-                raise _bad(name, f"'{name}' would be lost: this model's chat template has no calls")
+        template = self._check_kept(request.messages, tools)
         if not tools:
             return None
-        if re.search(r"\btools\b", template) is None:
-            raise _bad("tools", "'tools' would be lost: this model's chat template knows none")
         reader = reader_of(template)
         if reader is None:
             raise _bad(
@@ -191,6 +237,17 @@ class Preparer:
         if len(parameters) < len(tools):
             raise _bad("tools", "'tools' has two functions of the same name")
         return partial(reader, parameters)
+
+    def _check_kept(self, messages: list[ChatMessage], tools: list[Tool]) -> str:
+        """The template, which has a place for everything."""
+        template = self._template([tool.model_dump() for tool in tools])
+        for index, message in enumerate(messages):
+            if message.tool_calls and "tool_calls" not in template:
+                name = f"messages.{index}.tool_calls"
+                raise _bad(name, f"'{name}' would be lost: this model's chat template has no calls")
+        if tools and re.search(r"\btools\b", template) is None:
+            raise _bad("tools", "'tools' would be lost: this model's chat template knows none")
+        return template
 
     def _template(self, tools: list[dict[str, Any]]) -> str:
         if not self._tokenizer.chat_template:
@@ -254,11 +311,7 @@ class Preparer:
         """``limit`` is the output limit by the name that the client knows it by."""
         if not ids:
             raise _bad(name, f"'{name}' is empty: there is nothing to continue")
-        vocab = self._target.vocab_size
-        # the tokenizer's own too: it may know more ids than the target has rows for
-        for token_id in ids:
-            if not 0 <= token_id < vocab:
-                raise _bad(name, f"'{name}' holds the id {token_id}; ids are 0..{vocab - 1}")
+        self._check_ids(ids, name)
         field, max_tokens = limit
         cap = self._settings.max_output_tokens
         if max_tokens is not None and max_tokens > cap:
@@ -288,6 +341,7 @@ class Preparer:
             ignore_eos=bool(options.ignore_eos),
             skip_special=options.skip_special_tokens is not False,
             keep=keep,
+            interval=options.stream_interval,
         )
         return Work(list(ids), params, seed)
 

@@ -23,14 +23,17 @@ from dspark.errors import nearest, wanted
 from dspark.serving.options import CALLER_LABELS, NEUTRAL_VALUES
 
 __all__ = [
+    "AbortRequest",
     "ApiError",
     "CalledFunction",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
+    "DetokenizeRequest",
     "GenerateRequest",
     "NativeSampling",
     "StreamOptions",
+    "TokenizeRequest",
     "Tool",
     "ToolCall",
     "ToolFunction",
@@ -81,9 +84,9 @@ def _stops(value: Any) -> Any:
     return stops
 
 
-def _stop_ids(value: Any) -> Any:
+def _id_list(value: Any) -> Any:
     if not _token_ids(value):
-        raise PydanticCustomError("stop_token_ids", "must be a list of token ids")
+        raise PydanticCustomError("token_ids", "must be a list of token ids")
     return value
 
 
@@ -153,8 +156,10 @@ TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Interval = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
 Stops = Annotated[list[str], BeforeValidator(_stops)]
-StopIds = Annotated[list[int], BeforeValidator(_stop_ids)]
+StopIds = Annotated[list[int], BeforeValidator(_id_list)]
 
 
 class _Body(BaseModel):
@@ -193,6 +198,10 @@ class _OpenAI(_Sampled):
     seed: Seed | None = None
     return_token_ids: bool | None = None
     """Ids of prompt and output beside the text, as vLLM gives them."""
+    stream_interval: Interval | None = None
+    """Tokens of one event of a stream; None: one event a step."""
+    rid: Name | None = None
+    """The caller's own name for the request, for /abort_request."""
 
 
 class ToolFunction(_Body):
@@ -273,6 +282,7 @@ class NativeSampling(_Sampled):
 
     max_new_tokens: TokenCount | None = None
     sampling_seed: Seed | None = None
+    stream_interval: Interval | None = None
 
 
 class GenerateRequest(_Body):
@@ -282,12 +292,43 @@ class GenerateRequest(_Body):
     input_ids: list[int] | None = None
     sampling_params: NativeSampling = NativeSampling()
     stream: bool | None = None
+    rid: Name | None = None
+
+
+class AbortRequest(_Body):
+    """POST /abort_request, as SGLang has it."""
+
+    rid: str | None = None
+    """A request's own ``rid``, or the id that it was given."""
+    abort_all: bool | None = None
+
+
+class TokenizeRequest(_Body):
+    """POST /tokenize, as vLLM has it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[Tool] = []
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    """None: true for a prompt, false for messages, whose template writes them itself."""
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Body):
+    """POST /detokenize, as vLLM has it."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], BeforeValidator(_id_list)]
 
 
 _PARTS: dict[type[_Body], dict[str, type[_Body]]] = {
     ChatRequest: {"messages": ChatMessage, "stream_options": StreamOptions, "tools": Tool},
     CompletionRequest: {"stream_options": StreamOptions},
     GenerateRequest: {"sampling_params": NativeSampling},
+    TokenizeRequest: {"messages": ChatMessage, "tools": Tool},
     ChatMessage: {"tool_calls": ToolCall},
     Tool: {"function": ToolFunction},
     ToolCall: {"function": CalledFunction},

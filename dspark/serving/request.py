@@ -39,11 +39,13 @@ class GenerateParams:
     """Leave special tokens out of the text."""
     keep: frozenset[int] = frozenset()
     """Special tokens that stand in it nevertheless: marks that its reader needs."""
+    interval: int | None = None
+    """Tokens of one `Delta`; None: as many as became final together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of a running request."""
+    """New text of a running request; with an interval it may be empty."""
 
     text: str
     num_tokens: int
@@ -71,7 +73,7 @@ class Finished:
 class Failed:
     """The request could not be carried out; the engine goes on."""
 
-    reason: Literal["error", "deadline", "abort"]
+    reason: Literal["error", "deadline"]
     message: str
 
 
@@ -86,6 +88,8 @@ class Job:
     prompt_ids: list[int]
     params: GenerateParams
     emit: Callable[[Event], None]
+    rid: str | None = None
+    """The caller's own name for it."""
     arrived: float = field(default_factory=time.monotonic)
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -109,6 +113,7 @@ class Output:
         *,
         skip_special: bool = True,
         keep: frozenset[int] = frozenset(),
+        interval: int | None = None,
     ) -> None:
         self.text = ""
         self.token_ids: list[int] = []
@@ -116,16 +121,17 @@ class Output:
         self.stop: str | None = None
         self.finish_reason: FinishReason | None = None
         self._stream = TextStream(tokenizer, stops, skip_special=skip_special, keep=keep)
+        self._interval = interval
         self._sent = 0
+        self._due: list[tuple[int, int]] = []  # length of the text, and tokens, of whole intervals
 
     def take(self, commit: Commit) -> tuple[int, int]:
         """Add a commit; (tokens that count, accepted proposals among them)."""
         ids = commit.token_ids
         # a stop id ends the text, it is none
-        piece = self._stream.push(ids[:-1] if commit.finish_reason == "stop" else ids)
-        self._add(piece)
+        num_tokens = self._push(ids[:-1] if commit.finish_reason == "stop" else ids)
         if self.stop is not None:
-            ids = ids[: piece.num_tokens]
+            ids = ids[:num_tokens]
         elif commit.finish_reason is not None:
             self.finish_reason = "stop" if commit.finish_reason == "stop" else "length"
             self._add(self._stream.flush())
@@ -143,10 +149,34 @@ class Output:
         self.finish_reason = "abort"
         self._add(self._stream.flush())
 
-    def unsent(self) -> str:
-        """Text that was not asked for yet."""
-        new, self._sent = self.text[self._sent :], len(self.text)
-        return new
+    def unsent(self) -> list[Delta]:
+        """What was not asked for yet."""
+        due, self._due = self._due, []
+        deltas = [self._delta(chars, num_tokens) for chars, num_tokens in due]
+        # with an interval this is what its last one left, or held back
+        if self._interval is None or self.finish_reason is not None:
+            rest = self._delta(len(self.text), len(self.token_ids))
+            deltas += [rest] if rest.text else []
+        return deltas
+
+    def _delta(self, chars: int, num_tokens: int) -> Delta:
+        text, self._sent = self.text[self._sent : chars], chars
+        return Delta(text, num_tokens)
+
+    def _push(self, ids: list[int]) -> int:
+        """Add the text of these tokens; how many of them count."""
+        if self._interval is None:
+            piece = self._stream.push(ids)
+            self._add(piece)
+            return piece.num_tokens
+        for index, token_id in enumerate(ids):
+            self._add(self._stream.push([token_id]))
+            num_tokens = len(self.token_ids) + index + 1
+            if num_tokens % self._interval == 0:
+                self._due.append((len(self.text), num_tokens))
+            if self.stop is not None:
+                return index + 1
+        return len(ids)
 
     def _add(self, piece: Piece) -> None:
         self.text += piece.text

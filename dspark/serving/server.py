@@ -18,11 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import dspark
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
+from dspark.serving.api import Api, new_request_id, request_id_of
 from dspark.serving.choice import choose
 from dspark.serving.engine import Engine
 from dspark.serving.prepare import Preparer
 from dspark.serving.protocol import ApiError
-from dspark.serving.routes import Api, new_request_id, request_id_of, router
+from dspark.serving.routes import router
 from dspark.serving.settings import ServeSettings
 from dspark.target import Target
 
