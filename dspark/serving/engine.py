@@ -58,12 +58,14 @@ class Decoder:
         stream: as `decoding.stream`; closing what it returns leaves the device quiet.
         context: positions of a prompt and its output together; None: as many as the target knows.
         most_stops: ids that may end an output, the model's own among them; None: any number.
+        logprobs: whether commits can have them.
     """
 
     name: str
     stream: Callable[[Sequence[int], DecodeParams], Iterator[Commit]]
     context: int | None = None
     most_stops: int | None = None
+    logprobs: bool = False
 
 
 class Engine:
@@ -86,7 +88,9 @@ class Engine:
         self.target = target
         self.draft = draft
         self.settings = settings or ServeSettings()
-        self.decoder = decoder or Decoder("reference", self._reference, self.settings.context)
+        self.decoder = decoder or Decoder(
+            "reference", self._reference, self.settings.context, logprobs=True
+        )
         # a copy: fast tokenizers refuse to be used from two threads at the same time
         self._tokenizer = copy.deepcopy(tokenizer)
         self.num_draft_tokens = proposals(draft, self.settings)
@@ -267,6 +271,7 @@ class Engine:
             queue_s=waited,
             ttft_s=0.0,
             total_s=waited,
+            likelihoods=None if job.params.top_logprobs is None else [],
         )
 
     def _run(self, job: Job) -> None:
@@ -278,6 +283,7 @@ class Engine:
             ignore_eos=params.ignore_eos,
             num_draft_tokens=self.num_draft_tokens or None,
             confidence_threshold=self.settings.confidence_threshold,
+            top_logprobs=params.top_logprobs,
         )
         started = time.monotonic()
         first_s = 0.0
@@ -288,6 +294,7 @@ class Engine:
             skip_special=params.skip_special,
             keep=params.keep,
             interval=params.interval,
+            with_logprobs=params.top_logprobs is not None,
         )
         commits = self.decoder.stream(job.prompt_ids, decode)
         try:
@@ -323,6 +330,7 @@ class Engine:
             queue_s=started - job.arrived,
             ttft_s=first_s,
             total_s=time.monotonic() - job.arrived,
+            likelihoods=out.likelihoods,
         )
         self._end(job, end)
 

@@ -35,8 +35,6 @@ _COMMON: dict[str, tuple[Any, ...]] = {
 
 _CHAT: dict[str, tuple[Any, ...]] = {
     **_COMMON,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -55,15 +53,12 @@ _CHAT: dict[str, tuple[Any, ...]] = {
 _COMPLETION: dict[str, tuple[Any, ...]] = {
     **_COMMON,
     "best_of": (1,),
-    "logprobs": (False,),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
 }
 
 _GENERATE: dict[str, tuple[Any, ...]] = {
-    "return_logprob": (False,),
     "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
     "token_ids_logprob": (),
     "return_text_in_logprobs": (False,),
     "return_hidden_states": (False,),

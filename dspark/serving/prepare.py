@@ -81,10 +81,11 @@ class Preparer:
         context: int | None = None,
         *,
         most_stops: int | None = None,
+        logprobs: bool = True,
     ) -> None:
         """``context``: positions that the engine has room for; None: all that the target knows.
 
-        ``most_stops``: as `engine.Decoder` has it.
+        ``most_stops``, ``logprobs``: as `engine.Decoder` has them.
 
         Raises:
             ConfigError: the model's own defaults of sampling cannot be run.
@@ -94,6 +95,7 @@ class Preparer:
         self._settings = settings
         self._ends = target.eos_ids | end_ids(tokenizer)
         self._most_stops = most_stops
+        self._logprobs = logprobs
         self._defaults = _sampling_defaults(target)
         self._specials = special_ids(tokenizer)
         self.max_model_len = min(
@@ -128,7 +130,10 @@ class Preparer:
         name = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         limit = limits.pop() if limits else None
         marks = self._marks(OPEN, CLOSE, *(MARKS if calls else ()))
-        work = self._work(ids, request, (name, limit), request.seed, "messages", marks)
+        top = self._top_logprobs("logprobs", request.logprobs, "top_logprobs", request.top_logprobs)
+        work = self._work(
+            ids, request, (name, limit), request.seed, "messages", keep=marks, top_logprobs=top
+        )
         work.separate, work.opened = request.separate_reasoning is not False, opened
         work.calls = calls
         return work
@@ -137,7 +142,9 @@ class Preparer:
         """Tokenise a plain prompt, or take its ids as they are."""
         ids = self._ids(request.prompt)
         limit = ("max_tokens", request.max_tokens)
-        return self._work(ids, request, limit, request.seed, "prompt")
+        asked = request.logprobs is not None
+        top = self._top_logprobs("logprobs", asked, "logprobs", request.logprobs)
+        return self._work(ids, request, limit, request.seed, "prompt", top_logprobs=top)
 
     def native(self, request: GenerateRequest) -> Work:
         """The same for SGLang's /generate."""
@@ -147,7 +154,26 @@ class Preparer:
         ids = self._ids(getattr(request, name))
         params = request.sampling_params
         limit = ("sampling_params.max_new_tokens", params.max_new_tokens)
-        return self._work(ids, params, limit, params.sampling_seed, name)
+        top = self._top_logprobs(
+            "return_logprob", request.return_logprob, "top_logprobs_num", request.top_logprobs_num
+        )
+        return self._work(ids, params, limit, params.sampling_seed, name, top_logprobs=top)
+
+    def _top_logprobs(
+        self, switch: str, asked: bool | None, name: str, top: int | None
+    ) -> int | None:
+        """How many alternatives; None: no logprobs."""
+        if not asked:
+            if top:
+                raise _bad(name, f"'{name}' needs '{switch}': true")
+            return None
+        if not self._logprobs:
+            raise _bad(
+                switch,
+                f"'{switch}' cannot be given: the graph engine keeps its logits on the device; "
+                "leave it out, or serve with --engine reference",
+            )
+        return top or 0
 
     def tokens(self, request: TokenizeRequest) -> dict[str, Any]:
         """/tokenize: what a prompt, or messages in the model's template, would be read as.
@@ -306,7 +332,9 @@ class Preparer:
         limit: tuple[str, int | None],
         seed: int | None,
         name: str,
+        *,
         keep: frozenset[int] = frozenset(),
+        top_logprobs: int | None = None,
     ) -> Work:
         """``limit`` is the output limit by the name that the client knows it by."""
         if not ids:
@@ -342,6 +370,7 @@ class Preparer:
             skip_special=options.skip_special_tokens is not False,
             keep=keep,
             interval=options.stream_interval,
+            top_logprobs=top_logprobs,
         )
         return Work(list(ids), params, seed)
 

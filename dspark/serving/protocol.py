@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from dspark.decoding import MAX_TOP_LOGPROBS
 from dspark.errors import nearest, wanted
 from dspark.serving.options import CALLER_LABELS, NEUTRAL_VALUES
 
@@ -140,6 +141,11 @@ def _arguments(value: Any) -> Any:
     return value
 
 
+def _unless_false(value: Any) -> Any:
+    """False asks for nothing: some clients send it where OpenAI has a number."""
+    return None if value is False else value
+
+
 def _tool_choice(value: Any) -> Any:
     if value == "required" or isinstance(value, dict):
         raise PydanticCustomError(
@@ -156,6 +162,7 @@ TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Interval = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Stops = Annotated[list[str], BeforeValidator(_stops)]
@@ -264,6 +271,8 @@ class ChatRequest(_OpenAI):
     max_completion_tokens: TokenCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as a thinking switch."""
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: list[Tool] = []
     tool_choice: Annotated[Literal["auto", "none"], BeforeValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool | None = None
@@ -275,6 +284,8 @@ class CompletionRequest(_OpenAI):
     """POST /v1/completions."""
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    logprobs: Annotated[TopLogprobs | None, BeforeValidator(_unless_false)] = None
+    """How many alternatives; 0: those of the chosen tokens alone."""
 
 
 class NativeSampling(_Sampled):
@@ -293,6 +304,8 @@ class GenerateRequest(_Body):
     sampling_params: NativeSampling = NativeSampling()
     stream: bool | None = None
     rid: Name | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: TopLogprobs | None = None
 
 
 class AbortRequest(_Body):

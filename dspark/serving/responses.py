@@ -10,6 +10,7 @@ from typing import Any, Literal
 from dspark.acceptance import AcceptStats
 from dspark.serving.answer import Answer, Part
 from dspark.serving.calls import Call
+from dspark.serving.likelihood import Likelihood, as_chat, as_native, as_text
 from dspark.serving.prepare import Work
 from dspark.serving.request import Delta, Finished
 
@@ -63,7 +64,8 @@ class Shape:
         else:
             content = {"text": answer.content}
         reason = _reason(end, bool(answer.calls))
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+        logprobs = self._logprobs(end.likelihoods)
+        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
         name = "chat.completion" if self.kind == "chat" else "text_completion"
         prompt: dict[str, Any] = {}
         if self.with_ids:
@@ -84,21 +86,25 @@ class Shape:
             return None
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
 
-    def part(self, part: Part, num_calls: int = 0) -> dict[str, Any]:
+    def part(
+        self, part: Part, num_calls: int = 0, likelihoods: list[Likelihood] | None = None
+    ) -> dict[str, Any]:
         """A chunk with a part of the answer; ``num_calls`` came before it."""
         if self.kind == "text":
-            return self._chunk({"text": part.text}, None)
+            return self._chunk({"text": part.text}, None, likelihoods)
         if part.call is not None:
             call = {"index": num_calls, **self._call(part.call, num_calls)}
-            return self._chunk({"delta": {"tool_calls": [call]}}, None)
+            return self._chunk({"delta": {"tool_calls": [call]}}, None, likelihoods)
         name = "reasoning_content" if part.kind == "reasoning" else "content"
-        return self._chunk({"delta": {name: part.text}}, None)
+        return self._chunk({"delta": {name: part.text}}, None, likelihoods)
 
-    def closing(self, end: Finished, num_calls: int = 0) -> dict[str, Any]:
+    def closing(
+        self, end: Finished, num_calls: int = 0, likelihoods: list[Likelihood] | None = None
+    ) -> dict[str, Any]:
         """The chunk with the finish reason."""
         content: dict[str, Any] = {"delta": {}} if self.kind == "chat" else {"text": ""}
         reason = _reason(end, num_calls > 0)
-        return {**self._chunk(content, reason), "dspark": self._figures(end)}
+        return {**self._chunk(content, reason, likelihoods), "dspark": self._figures(end)}
 
     def counts(self, end: Finished, reasoning_tokens: int) -> dict[str, Any]:
         """The chunk without choices that `stream_options.include_usage` asks for."""
@@ -124,9 +130,20 @@ class Shape:
             "model": self.model,
         }
 
-    def _chunk(self, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    def _logprobs(self, likelihoods: list[Likelihood] | None) -> dict[str, Any] | None:
+        if likelihoods is None:
+            return None
+        return as_chat(likelihoods) if self.kind == "chat" else as_text(likelihoods)
+
+    def _chunk(
+        self,
+        content: dict[str, Any],
+        reason: str | None,
+        likelihoods: list[Likelihood] | None = None,
+    ) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+        logprobs = self._logprobs(likelihoods)
+        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head(name), "choices": [choice]}
 
     def _figures(self, end: Finished) -> dict[str, Any]:
@@ -147,14 +164,22 @@ def _reason(end: Finished, called: bool) -> str:
     return "tool_calls" if called and end.finish_reason == "stop" else end.finish_reason
 
 
-def native_chunk(request_id: str, work: Work, text: str, event: Delta | Finished) -> dict[str, Any]:
-    """An event in SGLang's shape; ``text`` is all text so far."""
+def native_chunk(
+    request_id: str,
+    work: Work,
+    text: str,
+    event: Delta | Finished,
+    likelihoods: list[Likelihood] | None = None,
+) -> dict[str, Any]:
+    """An event in SGLang's shape; ``text`` and ``likelihoods`` are all so far."""
     info: dict[str, Any] = {
         "id": request_id,
         "prompt_tokens": len(work.prompt_ids),
         "cached_tokens": 0,
         "finish_reason": None,
     }
+    if likelihoods is not None:
+        info |= as_native(likelihoods, top=bool(work.params.top_logprobs))
     if isinstance(event, Delta):
         return {"text": text, "meta_info": {**info, "completion_tokens": event.num_tokens}}
     reason: dict[str, Any] = {"type": event.finish_reason}

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from dspark.serving.answer import Part, gather
 from dspark.serving.api import Api, read_body, request_id_of
 from dspark.serving.channel import Channel, ClientGone, Quiet
+from dspark.serving.likelihood import Likelihood
 from dspark.serving.prepare import Work
 from dspark.serving.protocol import (
     ApiError,
@@ -66,7 +67,7 @@ def router(api: Api) -> APIRouter:
             end = await _wait(channel)
         except ClientGone:
             return _CLIENT_CLOSED
-        return JSONResponse(native_chunk(name, work, end.text, end))
+        return JSONResponse(native_chunk(name, work, end.text, end, end.likelihoods))
 
     add_upkeep(routes, api)
     return routes
@@ -170,7 +171,8 @@ def _line(event: dict[str, Any] | None) -> str:
 async def _openai_events(
     api: Api, channel: Channel, shape: Shape, options: StreamOptions
 ) -> AsyncIterator[dict[str, Any] | None]:
-    prompt_tokens, parser, num_calls = len(shape.work.prompt_ids), shape.work.parser(), 0
+    prompt_tokens, parser = len(shape.work.prompt_ids), shape.work.parser()
+    num_calls = told = 0
 
     def with_usage(chunk: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         if options.continuous_usage_stats:
@@ -186,18 +188,21 @@ async def _openai_events(
             yield with_usage(opening, 0)
             opening = None
         parts = parser.push(event.text)
-        if not parts and shape.work.params.interval is not None:
+        likely, told = event.likelihoods, event.num_tokens
+        # tokens whose text is held back have an event where it is counted by tokens
+        if not parts and (shape.work.params.interval is not None or likely):
             parts = [Part("content")]
         for part in parts:
-            yield with_usage(shape.part(part, num_calls), event.num_tokens)
-            num_calls += part.call is not None
+            yield with_usage(shape.part(part, num_calls, likely), event.num_tokens)
+            num_calls, likely = num_calls + (part.call is not None), None
     if opening is not None:
         yield with_usage(opening, 0)
     num_tokens = len(event.token_ids)
     for part in parser.flush():
         yield with_usage(shape.part(part, num_calls), num_tokens)
         num_calls += part.call is not None
-    yield with_usage(shape.closing(event, num_calls), num_tokens)
+    rest = event.likelihoods[told:] if event.likelihoods else None
+    yield with_usage(shape.closing(event, num_calls, rest or None), num_tokens)
     if options.include_usage:
         yield shape.counts(event, await api.reasoning_tokens(shape.work, event, parser))
 
@@ -205,9 +210,11 @@ async def _openai_events(
 async def _native_events(
     channel: Channel, work: Work, request_id: str
 ) -> AsyncIterator[dict[str, Any]]:
-    text = ""
+    text, likelihoods = "", None if work.params.top_logprobs is None else list[Likelihood]()
     while not isinstance(event := await channel.next(), Finished):
         assert isinstance(event, Delta), "this channel was asked for no comments"
         text += event.text
-        yield native_chunk(request_id, work, text, event)
-    yield native_chunk(request_id, work, text, event)
+        if likelihoods is not None:
+            likelihoods += event.likelihoods or []
+        yield native_chunk(request_id, work, text, event, likelihoods)
+    yield native_chunk(request_id, work, text, event, event.likelihoods)

@@ -48,6 +48,7 @@ def create_app(
             engine.settings,
             engine.context,
             most_stops=engine.decoder.most_stops,
+            logprobs=engine.decoder.logprobs,
         ),
         model_name=model_name or engine.target.name,
         tokenizer_path=str(getattr(tokenizer, "name_or_path", "") or engine.target.name),

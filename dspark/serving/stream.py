@@ -170,6 +170,8 @@ class TextStream:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special, keep=keep)
         self._matcher = StopMatcher(stops) if stops else None
+        self.num_chars = 0
+        """Of the text so far, what a stop string holds back included."""
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take the tokens of one commit.
@@ -178,10 +180,14 @@ class TextStream:
         token that completes the string is the last that counts, wherever the block ends.
         """
         if self._matcher is None:
-            return Piece(self._detokenizer.push(token_ids), len(token_ids), None)
+            text = self._detokenizer.push(token_ids)
+            self.num_chars += len(text)
+            return Piece(text, len(token_ids), None)
         text = ""
         for index, token_id in enumerate(token_ids):
-            text += self._matcher.push(self._detokenizer.push([token_id]))
+            new = self._detokenizer.push([token_id])
+            self.num_chars += len(new)
+            text += self._matcher.push(new)
             if self._matcher.matched is not None:
                 return Piece(text, index + 1, self._matcher.matched)
         return Piece(text, len(token_ids), None)

@@ -37,8 +37,6 @@ def refusal(model: Any, body: Any) -> ApiError:
     [
         ("n", 2),
         ("n", True),
-        ("logprobs", True),
-        ("top_logprobs", 5),
         ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_object"}),
         ("presence_penalty", 0.5),
@@ -58,7 +56,7 @@ def test_an_unsupported_option_is_refused_by_its_name(name: str, value: Any) -> 
     assert f"'{name}'" in error.message
 
 
-@pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("suffix", "end"), ("logprobs", 0)])
+@pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("suffix", "end")])
 def test_an_unsupported_completion_option_is_refused(name: str, value: Any) -> None:
     assert refusal(CompletionRequest, {"prompt": "a", name: value}).param == name
 
