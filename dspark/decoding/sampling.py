@@ -112,8 +112,9 @@ def _top_p(scores: Tensor, top_p: float) -> Tensor:
         inside = before < top_p
         if count == scores.shape[-1] or not bool(inside[..., -1].any()):
             break
-    # the last rank inside sets the floor; ids tied with it stay
-    last = inside.sum(-1, keepdim=True) - 1
+    # the last rank inside sets the floor; ids tied with it stay. The first one always does, even
+    # where top_p is too small for float32
+    last = (inside.sum(-1, keepdim=True) - 1).clamp_min(0)
     return scores.masked_fill(scores < ranked.gather(-1, last), float("-inf"))
 
 

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -43,6 +45,8 @@ __all__ = [
 
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 4
+SMALLEST = 1e-6
+"""Of temperature and top_p: below, float32 divides by zero or leaves no token."""
 
 
 class ApiError(Exception):
@@ -141,6 +145,12 @@ def _arguments(value: Any) -> Any:
     return value
 
 
+def _not_too_small(value: float) -> float:
+    if 0 < value < SMALLEST:
+        raise PydanticCustomError("temperature", "must be 0 or >= {least}", {"least": SMALLEST})
+    return value
+
+
 def _unless_false(value: Any) -> Any:
     """False asks for nothing: some clients send it where OpenAI has a number."""
     return None if value is False else value
@@ -157,16 +167,68 @@ def _tool_choice(value: Any) -> Any:
 
 
 TokenCount = Annotated[int, Field(ge=1)]
-Temperature = Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)]
-TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+Temperature = Annotated[
+    float,
+    Field(ge=0.0, le=2.0, allow_inf_nan=False),
+    AfterValidator(_not_too_small),
+    WithJsonSchema(
+        {"anyOf": [{"const": 0}, {"type": "number", "minimum": SMALLEST, "maximum": 2}]}
+    ),
+]
+TopP = Annotated[float, Field(ge=SMALLEST, le=1.0, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Interval = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-Stops = Annotated[list[str], BeforeValidator(_stops)]
-StopIds = Annotated[list[int], BeforeValidator(_id_list)]
+_STOP = {"type": "string", "minLength": 1}
+Stops = Annotated[
+    list[str],
+    BeforeValidator(_stops),
+    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
+]
+IdList = Annotated[list[int], BeforeValidator(_id_list)]
+_TEXT_PARTS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["type", "text"],
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "additionalProperties": False,
+    },
+}
+Content = Annotated[
+    str | None,
+    BeforeValidator(_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _TEXT_PARTS, {"type": "null"}]}),
+]
+_IDS = {"type": "array", "items": {"type": "integer"}}
+_ONE_PROMPT = {"type": "array", "minItems": 1, "maxItems": 1}
+Prompt = Annotated[
+    str | list[int],
+    BeforeValidator(_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                _IDS,
+                {**_ONE_PROMPT, "items": {"anyOf": [{"type": "string"}, _IDS]}},
+            ]
+        }
+    ),
+]
+Arguments = Annotated[
+    dict[str, Any],
+    BeforeValidator(_arguments),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
+]
+ToolChoice = Annotated[
+    Literal["auto", "none"],
+    BeforeValidator(_tool_choice),
+    WithJsonSchema({"enum": ["auto", "none"]}),
+]
 
 
 class _Body(BaseModel):
@@ -191,7 +253,7 @@ class _Sampled(_Body):
     min_p: MinP | None = None
     ignore_eos: bool | None = None
     stop: Stops = []
-    stop_token_ids: StopIds = []
+    stop_token_ids: IdList = []
     """Further ids that end the output, even with ``ignore_eos``; they are no part of the text."""
     skip_special_tokens: bool | None = None
     """False: special tokens of the output stand in its text."""
@@ -231,7 +293,7 @@ class CalledFunction(_Body):
     """`function` of a call."""
 
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+    arguments: Arguments
 
 
 class ToolCall(_Body):
@@ -246,7 +308,7 @@ class ChatMessage(_Body):
     """One turn. `developer` is read as `system`, as OpenAI defines it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_content)] = None
+    content: Content = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] = []
@@ -274,7 +336,7 @@ class ChatRequest(_OpenAI):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: list[Tool] = []
-    tool_choice: Annotated[Literal["auto", "none"], BeforeValidator(_tool_choice)] = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     """False leaves reasoning in the content, as SGLang has it."""
@@ -283,7 +345,7 @@ class ChatRequest(_OpenAI):
 class CompletionRequest(_OpenAI):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Prompt
     logprobs: Annotated[TopLogprobs | None, BeforeValidator(_unless_false)] = None
     """How many alternatives; 0: those of the chosen tokens alone."""
 
@@ -334,7 +396,7 @@ class DetokenizeRequest(_Body):
     """POST /detokenize, as vLLM has it."""
 
     model: str | None = None
-    tokens: Annotated[list[int], BeforeValidator(_id_list)]
+    tokens: IdList
 
 
 _PARTS: dict[type[_Body], dict[str, type[_Body]]] = {

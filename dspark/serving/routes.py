@@ -12,6 +12,7 @@ from dspark.serving.answer import Part, gather
 from dspark.serving.api import Api, read_body, request_id_of
 from dspark.serving.channel import Channel, ClientGone, Quiet
 from dspark.serving.likelihood import Likelihood
+from dspark.serving.openapi import body_of
 from dspark.serving.prepare import Work
 from dspark.serving.protocol import (
     ApiError,
@@ -36,21 +37,21 @@ def router(api: Api) -> APIRouter:
     keyed = [Depends(api.check_key)]
     limit = api.engine.settings.max_body_bytes
 
-    @routes.post("/v1/chat/completions", dependencies=keyed)
+    @routes.post("/v1/chat/completions", dependencies=keyed, openapi_extra=body_of(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         body = parse(ChatRequest, await read_body(request, limit))
         api.check_model(body.model)
         work = await api.prepare(api.preparer.chat, body)
         return await _answer(api, request, "chat", body, work)
 
-    @routes.post("/v1/completions", dependencies=keyed)
+    @routes.post("/v1/completions", dependencies=keyed, openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = parse(CompletionRequest, await read_body(request, limit))
         api.check_model(body.model)
         work = await api.prepare(api.preparer.completion, body)
         return await _answer(api, request, "text", body, work)
 
-    @routes.post("/generate", dependencies=keyed)
+    @routes.post("/generate", dependencies=keyed, openapi_extra=body_of(GenerateRequest))
     async def generate(request: Request) -> Response:
         body = parse(GenerateRequest, await read_body(request, limit))
         _check_stream(

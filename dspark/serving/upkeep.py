@@ -5,13 +5,14 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 
 import dspark
 from dspark.decoding import SamplingParams
 from dspark.serving.api import Api, read_body
 from dspark.serving.channel import unavailable
 from dspark.serving.engine import Draining, Engine
+from dspark.serving.openapi import body_of
 from dspark.serving.protocol import (
     AbortRequest,
     ApiError,
@@ -53,12 +54,14 @@ def add_upkeep(routes: APIRouter, api: Api) -> None:
     async def server_info() -> dict[str, Any]:
         return api.info()
 
-    @routes.post("/flush_cache", dependencies=keyed)
+    @routes.post("/flush_cache", dependencies=keyed, response_class=PlainTextResponse)
     async def flush_cache() -> Response:
         api.engine.flush()
-        return Response("Accept and step figures start anew; there is no prefix cache to drop.\n")
+        return PlainTextResponse(
+            "Accept and step figures start anew; there is no prefix cache to drop.\n"
+        )
 
-    @routes.post("/abort_request", dependencies=keyed)
+    @routes.post("/abort_request", dependencies=keyed, openapi_extra=body_of(AbortRequest))
     async def abort_request(request: Request) -> dict[str, Any]:
         body = parse(AbortRequest, await read_body(request, limit))
         if body.rid and body.abort_all:
@@ -67,13 +70,13 @@ def add_upkeep(routes: APIRouter, api: Api) -> None:
             raise ApiError(400, "'rid' is required, or 'abort_all': true", param="rid")
         return {"aborted": api.engine.abort(body.rid or None)}
 
-    @routes.post("/tokenize", dependencies=keyed)
+    @routes.post("/tokenize", dependencies=keyed, openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, Any]:
         body = parse(TokenizeRequest, await read_body(request, limit))
         api.check_model(body.model)
         return await api.prepare(api.preparer.tokens, body)
 
-    @routes.post("/detokenize", dependencies=keyed)
+    @routes.post("/detokenize", dependencies=keyed, openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> dict[str, Any]:
         body = parse(DetokenizeRequest, await read_body(request, limit))
         api.check_model(body.model)
@@ -85,7 +88,6 @@ def add_upkeep(routes: APIRouter, api: Api) -> None:
 
     @routes.get("/health")
     @routes.get("/ping")
-    @routes.post("/ping")
     async def health() -> dict[str, str]:
         if not api.engine.healthy:
             raise unavailable(
@@ -100,7 +102,7 @@ def add_upkeep(routes: APIRouter, api: Api) -> None:
         await _generates(api.engine)
         return {"status": "ok"}
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         engine = api.engine
         text = engine.metrics.render(running=engine.num_running, waiting=engine.num_waiting)
