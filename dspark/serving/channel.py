@@ -74,7 +74,7 @@ class Channel:
     async def _until_gone(self, receive: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._job.cancel()
+        self.close()
         self._events.put_nowait(None)
 
     def _listen(self) -> None:
@@ -111,8 +111,8 @@ class Channel:
         """Stop watching; a request that is still running is cancelled."""
         if self._timer is not None:
             self._timer.cancel()
-        self._watch.cancel()
         self._job.cancel()
+        self._watch.cancel()
 
 
 def unavailable(message: str) -> ApiError:
