@@ -7,7 +7,14 @@ import httpx
 import pytest
 import torch
 
-from dspark.decoding import Commit, DecodeParams, Logprob, SamplingParams, stream
+from dspark.decoding import (
+    Commit,
+    DecodeParams,
+    Logprob,
+    ReferenceStep,
+    SamplingParams,
+    stream,
+)
 from dspark.decoding.logprobs import logprobs_of
 from dspark.errors import ConfigError
 from dspark.serving.engine import Decoder, Engine
@@ -40,18 +47,30 @@ def commits(pair: tuple[Any, Any], **options: Any) -> list[Commit]:
     return list(stream(*pair, PROMPT, DecodeParams(max_new_tokens=20, **options)))
 
 
+def foreknown(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
+    """Proposals are what follows, but for every third place: blocks are kept in part."""
+
+    def propose(step: ReferenceStep, most: int) -> torch.Tensor:
+        at = step.position - len(PROMPT) + 1
+        following = [token ^ (place % 3 == 2) for place, token in enumerate(ids)][at : at + most]
+        return torch.tensor(following, dtype=torch.int64)
+
+    monkeypatch.setattr(ReferenceStep, "propose", propose)
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(), FILTERED])
 def test_they_are_the_targets_whatever_is_drawn_and_drafted(
-    pair: tuple[Any, Any], sampling: SamplingParams
+    pair: tuple[Any, Any], sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = [
-        commits((pair[0], draft), sampling=sampling, ignore_eos=True, top_logprobs=4)
-        for draft in (pair[1], None)
-    ]
-    ids, other = ([token for one in run for token in one.token_ids] for run in runs)
-    entries, alone = ([one for step in run for one in step.logprobs or []] for run in runs)
-    assert ids == other
-    assert entries == alone, "to the bit"
+    options: dict[str, Any] = {"sampling": sampling, "ignore_eos": True, "top_logprobs": 4}
+    runs = [commits((pair[0], draft), **options) for draft in (None, pair[1])]
+    foreknown(monkeypatch, [token for one in runs[0] for token in one.token_ids])
+    runs.append(commits(pair, **options))
+    assert len(runs[2]) < len(runs[0]) / 2, "blocks of several tokens"
+    ids, *others = ([token for one in run for token in one.token_ids] for run in runs)
+    entries, *drafted = ([one for step in run for one in step.logprobs or []] for run in runs)
+    assert others == [ids] * 2
+    assert drafted == [entries] * 2, "to the bit"
     assert [entry.token_id for entry in entries] == ids
     with torch.no_grad():
         logits = pair[0].model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
@@ -72,14 +91,17 @@ def test_none_are_computed_unless_asked_for(
     assert all(one.logprobs is None for one in commits(pair))
 
 
-def test_a_stop_inside_a_block_cuts_them(pair: tuple[Any, Any]) -> None:
-    whole = commits(pair, ignore_eos=True)
-    wide = next(one for one in whole[1:] if len(one.token_ids) > 1)
-    stop = frozenset({wide.token_ids[0]})
-    for one in commits(pair, ignore_eos=True, stop_ids=stop, top_logprobs=0):
-        assert one.logprobs is not None
-        assert [entry.token_id for entry in one.logprobs] == one.token_ids
-        assert all(entry.top == () for entry in one.logprobs)
+def test_a_stop_inside_a_block_cuts_them(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [token for one in commits(pair, ignore_eos=True) for token in one.token_ids]
+    foreknown(monkeypatch, ids)
+    for stop in set(ids):
+        run = commits(pair, ignore_eos=True, stop_ids=frozenset({stop}), top_logprobs=0)
+        for one in run:
+            assert one.logprobs is not None
+            assert [entry.token_id for entry in one.logprobs] == one.token_ids
+            assert all(entry.top == () for entry in one.logprobs)
 
 
 def test_ties_and_infinities_can_be_written() -> None:
@@ -171,13 +193,32 @@ def test_a_completion_has_openais_older_shape(client: httpx.Client) -> None:
         assert (got and len(got["top_logprobs"][0])) == number
 
 
-def test_a_stop_string_cuts_them_with_the_usage(client: httpx.Client) -> None:
-    body = {"prompt": "ab", **OPTIONS, "logprobs": 0}
-    text = answer(client, "/v1/completions", body)["choices"][0]["text"]
-    cut = answer(client, "/v1/completions", {**body, "stop": text[3:5]})
-    assert cut["choices"][0]["finish_reason"] == "stop"
-    count = cut["usage"]["completion_tokens"]
-    assert len(cut["choices"][0]["logprobs"]["tokens"]) == count < 12
+def test_a_stop_string_cuts_them_with_the_usage(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": PROMPT, **OPTIONS, "logprobs": 0}
+    choice = answer(client, "/v1/completions", {**body, "return_token_ids": True})["choices"][0]
+    text = choice["text"]
+    foreknown(monkeypatch, choice["token_ids"])
+    letters = [letter for letter in text if letter != "\ufffd"]
+    assert len(letters) > 2
+    for letter in letters:
+        cut = answer(client, "/v1/completions", {**body, "stop": letter})
+        count = cut["usage"]["completion_tokens"]
+        assert len(cut["choices"][0]["logprobs"]["tokens"]) == count
+
+
+def test_the_token_that_ends_a_stream_has_one_too(client: httpx.Client) -> None:
+    body = {"messages": MESSAGES, **OPTIONS, "logprobs": True}
+    ids = answer(client, CHAT, {**body, "return_token_ids": True})["choices"][0]["token_ids"]
+    for end in set(ids):
+        body["stop_token_ids"] = [end]
+        whole = answer(client, CHAT, body)
+        content = whole["choices"][0]["logprobs"]["content"]
+        assert len(content) == whole["usage"]["completion_tokens"] == ids.index(end) + 1
+        choices = [chunk["choices"][0] for chunk in chunks_of(client, CHAT, body)]
+        told = [entry for one in choices for entry in (one["logprobs"] or {}).get("content", ())]
+        assert told == content
 
 
 def test_generate_has_sglangs_shape(client: httpx.Client) -> None:

@@ -73,3 +73,11 @@ def test_null_and_neutral_values_are_accepted_as_told(made: Any, name: str) -> N
         values = schema.get("enum", [] if option in body else [None])
         for value in values:
             parse(getattr(protocol, name), json.dumps({**body, option: value}).encode())
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL_VALUES))
+def test_what_may_be_left_out_may_be_null(made: Any, name: str) -> None:
+    schema = made["components"]["schemas"][name]
+    for option, value in schema["properties"].items():
+        if option not in schema.get("required", ()) and set(value) != {"description"}:
+            assert None in value.get("enum", ()) or {"type": "null"} in value["anyOf"], option
