@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dspark.serving.server import running
 from dspark.serving.settings import ServeSettings
@@ -43,11 +44,15 @@ def main() -> int:
     target, tokenizer = tiny_target(), tiny_tokenizer()
     tokenizer.chat_template = _TOOLS
     settings = ServeSettings(default_max_tokens=8, max_output_tokens=16, max_body_bytes=100_000)
-    with running(target, tiny_draft(target), tokenizer, settings=settings) as address:
+    with (
+        running(target, tiny_draft(target), tokenizer, settings=settings) as address,
+        TemporaryDirectory() as scratch,  # it keeps a cache where it runs
+    ):
         command = [program, "run", f"{address}/openapi.json", "--phases", "coverage,fuzzing"]
         command += ["--exclude-checks", "positive_data_acceptance", "--request-timeout", "20"]
         command += ["--max-examples", str(args.cases), "--seed", str(args.seed)]
-        return subprocess.run([*command, "--suppress-health-check", "all"]).returncode
+        command += ["--suppress-health-check", "all"]
+        return subprocess.run(command, cwd=scratch).returncode
 
 
 if __name__ == "__main__":
