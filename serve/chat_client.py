@@ -2,7 +2,8 @@
 
     python serve/chat_client.py [--address http://127.0.0.1:8000] [--temperature 0.7]
 
-An empty line or Ctrl-D ends it, Ctrl-C cuts an answer short. DSPARK_API_KEY is sent if it is set.
+Reasoning is shown dim. An empty line or Ctrl-D ends it, Ctrl-C cuts an answer short.
+DSPARK_API_KEY is sent if it is set.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import httpx
 
 def answer(client: httpx.Client, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Print the answer as it comes; its text and the server's figures."""
-    text = ""
+    text, thinking, plain = "", False, not sys.stdout.isatty()
     figures: dict[str, Any] = {}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
@@ -29,9 +30,13 @@ def answer(client: httpx.Client, body: dict[str, Any]) -> tuple[str, dict[str, A
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
                     raise SystemExit(chunk["error"]["message"])
-                new = chunk["choices"][0]["delta"].get("content", "")
-                print(new, end="", flush=True)
-                text += new
+                delta = chunk["choices"][0]["delta"]
+                if thought := delta.get("reasoning_content"):
+                    print(thought if plain else f"\x1b[2m{thought}\x1b[0m", end="", flush=True)
+                    thinking = True
+                elif new := delta.get("content"):
+                    print("\n\n" * thinking + new, end="", flush=True)
+                    text, thinking = text + new, False
                 figures = chunk.get("dspark", figures)
         except KeyboardInterrupt:
             print(" [cut short]", end="")

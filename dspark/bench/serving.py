@@ -217,7 +217,10 @@ async def _read(response: httpx.Response, timing: RequestTiming) -> None:
             continue
         choice = chunk["choices"][0]
         timing.ended = now
-        if choice.get("text") or (choice.get("delta") or {}).get("content"):
+        delta = choice.get("delta") or {}
+        if choice.get("text") or any(
+            delta.get(name) for name in ("content", "reasoning_content", "tool_calls")
+        ):
             timing.chunks.append((now, usage.get("completion_tokens")))
 
 

@@ -37,6 +37,9 @@ def _serve(
     max_queue: Annotated[int, typer.Option(help="Requests that may wait.")] = 32,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 4 << 20,
     deadline_s: Annotated[float, typer.Option(help="From arrival to the last token.")] = 600.0,
+    keepalive_s: Annotated[
+        float, typer.Option(help="Comment in a silent stream; 0: never.")
+    ] = 15.0,
     drain_s: Annotated[float, typer.Option(help="For open requests after SIGTERM.")] = 30.0,
 ) -> None:
     """OpenAI-compatible server over target and draft.
@@ -67,6 +70,7 @@ def _serve(
         max_queue=max_queue,
         max_body_bytes=max_body_bytes,
         deadline_s=deadline_s,
+        keepalive_s=keepalive_s,
         drain_s=drain_s,
     )
     tokenizer = load_tokenizer(config.target)

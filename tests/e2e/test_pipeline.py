@@ -58,8 +58,9 @@ def test_from_prompts_to_a_measured_draft(forks: Any, tmp_path: Path) -> None:
     settings = [
         f"target.path={target}", FLOAT32, f"data.responses=[{responses}]",
         f"train.output_dir={run}", "draft.num_layers=2", "draft.num_taps=3",
-        "draft.block_size=4", "draft.markov_rank=32", "train.steps=150", "train.batch_size=8", "train.num_anchors=16", "train.lr=0.01",
-        "loss.ce_weight=1.0", f"train.validation_prompts=[{prompts}]", "train.validation_limit=8",
+        "draft.block_size=4", "draft.markov_rank=32", "train.steps=150", "train.batch_size=8",
+        "train.num_anchors=16", "train.lr=0.01", "loss.ce_weight=1.0",
+        f"train.validation_prompts=[{prompts}]", "train.validation_limit=8",
         "train.validation_max_new_tokens=24",
     ]  # fmt: skip
     trained = report_of("train", "--json", *settings)
