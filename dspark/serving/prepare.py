@@ -402,11 +402,7 @@ class Preparer:
         elif seed is None:
             # small enough for clients whose numbers are doubles
             seed = secrets.randbits(48)
-        try:
-            return SamplingParams(**chosen, seed=seed or 0), seed
-        except ConfigError as error:
-            # of what the protocol lets through, only this
-            raise _bad("temperature", str(error)) from None
+        return SamplingParams(**chosen, seed=seed or 0), seed
 
 
 def _sampling_defaults(target: Target) -> dict[str, Any]:
