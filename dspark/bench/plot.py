@@ -49,8 +49,10 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def plot_serving(path: Path, report: ServingReport) -> None:
+def plot_serving(path: Path, report: ServingReport, base: ServingReport | None = None) -> None:
     """Write a PNG to ``path``: steps by tokens, acceptance by slot, TPOT of each request.
+
+    ``base``: what it is compared with; its TPOT is drawn too.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -65,8 +67,11 @@ def plot_serving(path: Path, report: ServingReport) -> None:
             slots.plot(by_slot, label=name, marker="o")
             slots.legend()
     slots.set(title="kept slots", xlabel="slot", ylabel="share", ylim=(0, 1))
-    tpots = sorted(one["tpot_ms"] for one in report.requests if one.get("tpot_ms") is not None)
-    latency.plot(tpots, marker="o", markersize=3)
+    for side, one in (("measured", report), ("base", base)):
+        if one is not None:
+            each = [row["tpot_ms"] for row in one.requests if row.get("tpot_ms") is not None]
+            latency.plot(sorted(each), label=side, marker="o", markersize=3)
+            latency.legend()
     latency.set(title="TPOT", xlabel="requests, sorted", ylabel="ms a token", ylim=(0, None))
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -5,6 +5,7 @@ from typing import Any
 
 from dspark import html_page
 from dspark.bench.definitions import DEFINITIONS, SYMBOLS
+from dspark.bench.serving_compare import Comparison
 from dspark.bench.serving_report import ServingReport, percentile
 
 __all__ = ["page"]
@@ -15,12 +16,26 @@ svg path { fill: none; stroke: var(--bar); stroke-width: 2; } svg line { stroke:
 """
 
 
-def page(report: ServingReport, facts: Mapping[str, Any]) -> str:
+def page(
+    report: ServingReport, facts: Mapping[str, Any], comparison: Comparison | None = None
+) -> str:
     """HTML of ``report``; ``facts``: settings and environment of the run."""
-    return html_page.page(f"dspark bench serving: {report.model}", _parts(report, facts), _STYLE)
+    parts = _side(report)
+    if comparison is not None:
+        head = ("figure", "measured", "base", "difference (95%)", "times better (95%)")
+        parts = [
+            f"<h2>Against {html_page.text(comparison.base_name)}</h2>"
+            f"<p>{html_page.text(comparison.verdict())}. {html_page.text(DEFINITIONS['compare'])}"
+            "</p>" + html_page.table(head, comparison.rows()),
+            *parts,
+            "<h1>The base</h1>",
+            *_side(comparison.base),
+        ]
+    parts.append("<h2>Run</h2>" + html_page.table((), [(k, _shown(v)) for k, v in facts.items()]))
+    return html_page.page(f"dspark bench serving: {report.model}", parts, _STYLE)
 
 
-def _parts(report: ServingReport, facts: Mapping[str, Any]) -> list[str]:
+def _side(report: ServingReport) -> list[str]:
     problem = report.above_ceiling
     served = f"{report.completed} requests, {report.output_tokens:,} tokens"
     parts = [f"<p>{served}{f', {report.failed} failed' if report.failed else ''}</p>"]
@@ -47,7 +62,6 @@ def _parts(report: ServingReport, facts: Mapping[str, Any]) -> list[str]:
     tpots = [one["tpot_ms"] for one in report.requests if one.get("tpot_ms") is not None]
     if len(tpots) > 1:
         parts.append("<h2>TPOT of each request, sorted</h2>" + _curve("TPOT, ms", sorted(tpots)))
-    parts.append("<h2>Run</h2>" + html_page.table((), [(k, _shown(v)) for k, v in facts.items()]))
     return parts
 
 

@@ -8,6 +8,7 @@ import typer
 from dspark.cli.common import Json, finish
 
 if TYPE_CHECKING:
+    from dspark.bench.serving_compare import Comparison
     from dspark.bench.serving_report import ServingReport
     from dspark.bench.workloads import Workload
 
@@ -56,6 +57,13 @@ def bench_serving(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Always generate max-tokens.")] = False,
     api_key: Annotated[str | None, typer.Option(envvar="DSPARK_API_KEY")] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BASE",
+            help="Address of a second server, or no-draft: each request goes to both.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for report.json, report.html and report.png.")
     ] = None,
@@ -72,12 +80,15 @@ def bench_serving(
 ) -> None:
     """TTFT, TPOT, throughput and accept length as `sglang.bench_serving` defines them.
 
+    With --compare also a base, request by request in turn, and how sure the difference is.
+
     Example: dspark bench serving --prompts data/prompts/heldout.jsonl --limit 8 --max-tokens 64
+    --compare no-draft
     """
     from rich.console import Console
 
+    from dspark.bench import serving, serving_compare
     from dspark.bench.report import environment
-    from dspark.bench.serving import measure
 
     lengths = {
         "input_len": random_input_len,
@@ -88,17 +99,23 @@ def bench_serving(
         workload, prompts, limit, max_tokens, lengths, seed, ignore_eos,
         tokenizer=tokenizer, address=address, api_key=api_key,
     )  # fmt: skip
-    report = measure(
-        address,
-        load.prompts,
-        max_tokens=load.max_tokens,
-        concurrency=concurrency,
-        temperature=temperature,
-        seed=seed,
-        ignore_eos=load.ignore_eos,
-        api_key=api_key,
-    )
+    options: dict[str, Any] = {
+        "max_tokens": load.max_tokens,
+        "concurrency": concurrency,
+        "temperature": temperature,
+        "seed": seed,
+        "ignore_eos": load.ignore_eos,
+        "api_key": api_key,
+    }
+    comparison = None
+    if compare is None:
+        report = serving.measure(address, load.prompts, **options)
+    else:
+        comparison = serving_compare.compare(address, compare, load.prompts, **options)
+        report = comparison.measured
     Console().print(report.table())
+    if comparison is not None:
+        Console().print(comparison.table())
     facts = {
         "workload": load.name,
         "settings": {
@@ -112,11 +129,19 @@ def bench_serving(
         "environment": environment(),
     }
     if out is not None:
-        _write(out, report, facts)
-    figures = report.to_dict()
-    del figures["requests"]
-    finish({**figures, **facts}, as_json)
-    report.check()
+        _write(out, report, facts, comparison)
+    done = report if comparison is None else comparison
+    finish({**_short(done.to_dict()), **facts}, as_json)
+    done.check()
+
+
+def _short(figures: dict[str, Any]) -> dict[str, Any]:
+    """Without the single requests, which only the file has."""
+    return {
+        name: _short(value) if isinstance(value, dict) else value
+        for name, value in figures.items()
+        if name != "requests"
+    }
 
 
 def _workload(
@@ -174,7 +199,12 @@ def _tokenizer_of(address: str, api_key: str | None) -> str:
     return path
 
 
-def _write(out: Path, report: "ServingReport", facts: dict[str, Any]) -> None:
+def _write(
+    out: Path,
+    report: "ServingReport",
+    facts: dict[str, Any],
+    comparison: "Comparison | None",
+) -> None:
     import logging
 
     from dspark import provenance
@@ -183,12 +213,13 @@ def _write(out: Path, report: "ServingReport", facts: dict[str, Any]) -> None:
     from dspark.errors import MissingPackageError
 
     out.mkdir(parents=True, exist_ok=True)
-    provenance.write_json(out / "report.json", {**report.to_dict(), **facts})
+    figures = (report if comparison is None else comparison).to_dict()
+    provenance.write_json(out / "report.json", {**figures, **facts})
     flat = {**facts, **facts["settings"], **facts["environment"], "server": report.server}
     for name in ("settings", "environment"):
         del flat[name]
-    provenance.write_text(out / "report.html", page(report, flat))
+    provenance.write_text(out / "report.html", page(report, flat, comparison))
     try:
-        plot_serving(out / "report.png", report)
+        plot_serving(out / "report.png", report, comparison.base if comparison else None)
     except MissingPackageError as error:
         logging.getLogger(__name__).info("%s", error)

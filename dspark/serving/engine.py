@@ -228,7 +228,7 @@ class Engine:
             sampling=params.sampling,
             stop_ids=params.stop_ids | (frozenset() if params.ignore_eos else self._stop_ids),
             ignore_eos=params.ignore_eos,
-            num_draft_tokens=self.num_draft_tokens or None,
+            num_draft_tokens=(self.num_draft_tokens or None) if params.draft else 0,
             confidence_threshold=self.settings.confidence_threshold,
         )
         started = time.monotonic()
@@ -272,6 +272,7 @@ class Engine:
             queue_s=started - job.arrived,
             ttft_s=first_s,
             total_s=time.monotonic() - job.arrived,
+            decode_s=out.decode_s,
         )
         self._end(job, end)
 

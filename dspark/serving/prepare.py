@@ -197,6 +197,7 @@ class Preparer:
             stop_ids=self._stop_ids(options, "sampling_params." if "." in field else ""),
             ignore_eos=bool(options.ignore_eos),
             skip_special=options.skip_special_tokens is not False,
+            draft=options.dspark_draft is not False,
         )
         return Work(list(ids), params, seed)
 

@@ -150,6 +150,8 @@ class _Sampled(_Body):
     """Further ids that end the output, even with ``ignore_eos``; they are no part of the text."""
     skip_special_tokens: bool | None = None
     """False: special tokens of the output stand in its text."""
+    dspark_draft: bool | None = None
+    """False: decode as if there were no draft; the tokens are the same."""
 
 
 class _OpenAI(_Sampled):

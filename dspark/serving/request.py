@@ -37,6 +37,8 @@ class GenerateParams:
     ignore_eos: bool = False
     skip_special: bool = True
     """Leave special tokens out of the text."""
+    draft: bool = True
+    """False: decode as if there were no draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Finished:
     ttft_s: float
     """From arrival to the first token, queue and prefill included; 0 when there was none."""
     total_s: float
+    decode_s: float
+    """Time of its steps, the prefill's not included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,7 @@ class Output:
         self.stats = AcceptStats(block_size)
         self.stop: str | None = None
         self.finish_reason: FinishReason | None = None
+        self.decode_s = 0.0
         self._stream = TextStream(tokenizer, stops, skip_special=skip_special)
         self._sent = 0
 
@@ -129,6 +134,7 @@ class Output:
         self.token_ids += ids
         if commit.num_proposed is None:
             return len(ids), 0
+        self.decode_s += commit.step_s
         accepted = min(commit.num_accepted, len(ids))
         self.stats.add(
             num_proposed=commit.num_proposed, num_accepted=accepted, num_emitted=len(ids)

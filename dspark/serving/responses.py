@@ -114,6 +114,7 @@ class Shape:
             "stop": end.stop,
             "queue_ms": 1000 * end.queue_s,
             "ttft_ms": 1000 * end.ttft_s,
+            "decode_ms": 1000 * end.decode_s,
             "total_ms": 1000 * end.total_s,
         }
 
