@@ -21,7 +21,6 @@ from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError, DSparkError, RunError
 from dspark.serving.metrics import Metrics
 from dspark.serving.request import (
-    Delta,
     Event,
     Failed,
     Finished,
@@ -238,6 +237,7 @@ class Engine:
             params.stop,
             self.num_draft_tokens,
             skip_special=params.skip_special,
+            trace=params.trace,
         )
         commits = self.decoder.stream(job.prompt_ids, decode)
         try:
@@ -283,8 +283,8 @@ class Engine:
         return time.monotonic() - job.arrived > self.settings.deadline_s
 
     def _send(self, job: Job, out: Output) -> None:
-        if text := out.unsent():
-            job.emit(Delta(text, len(out.token_ids)))
+        if (delta := out.unsent()) is not None:
+            job.emit(delta)
 
     def _end(self, job: Job, end: Finished | Failed) -> None:
         self.metrics.ended(

@@ -198,6 +198,7 @@ class Preparer:
             ignore_eos=bool(options.ignore_eos),
             skip_special=options.skip_special_tokens is not False,
             draft=options.dspark_draft is not False,
+            trace=bool(getattr(options, "dspark_tokens", None)),
         )
         return Work(list(ids), params, seed)
 

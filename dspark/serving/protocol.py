@@ -162,6 +162,8 @@ class _OpenAI(_Sampled):
     seed: Seed | None = None
     return_token_ids: bool | None = None
     """Ids of prompt and output beside the text, as vLLM gives them."""
+    dspark_tokens: bool | None = None
+    """With ``stream``: each chunk says which of its text accepted draft tokens made."""
 
 
 class ChatMessage(_Body):

@@ -19,6 +19,7 @@ __all__ = [
     "GenerateParams",
     "Job",
     "Output",
+    "Trace",
 ]
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -39,6 +40,8 @@ class GenerateParams:
     """Leave special tokens out of the text."""
     draft: bool = True
     """False: decode as if there were no draft."""
+    trace: bool = False
+    """Say of each piece of text whether its token came from the draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,21 @@ class Delta:
     text: str
     num_tokens: int
     """Tokens of the output so far, those whose text is still held back included."""
+    trace: "Trace | None" = None
+    """Where the new text came from, if that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The origin of a delta's text."""
+
+    num_tokens: int
+    """New tokens since the delta before."""
+    num_accepted: int
+    """Accepted draft tokens among them."""
+    pieces: tuple[tuple[str, bool], ...]
+    """(text, whether accepted draft tokens made it); together the delta's text. Text that several
+    tokens share, such as a code point of many bytes, belongs to the one that completes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +128,7 @@ class Output:
         block_size: int,
         *,
         skip_special: bool = True,
+        trace: bool = False,
     ) -> None:
         self.text = ""
         self.token_ids: list[int] = []
@@ -119,15 +138,18 @@ class Output:
         self.decode_s = 0.0
         self._stream = TextStream(tokenizer, stops, skip_special=skip_special)
         self._sent = 0
+        self._trace = trace
+        self._pieces: list[tuple[str, bool]] = []
+        self._counted = (0, 0)
 
     def take(self, commit: Commit) -> tuple[int, int]:
         """Add a commit; (tokens that count, accepted proposals among them)."""
         ids = commit.token_ids
         # a stop id ends the text, it is none
-        piece = self._stream.push(ids[:-1] if commit.finish_reason == "stop" else ids)
-        self._add(piece)
+        readable = ids[:-1] if commit.finish_reason == "stop" else ids
+        num_tokens = self._push(readable, 0 if commit.num_proposed is None else commit.num_accepted)
         if self.stop is not None:
-            ids = ids[: piece.num_tokens]
+            ids = ids[:num_tokens]
         elif commit.finish_reason is not None:
             self.finish_reason = "stop" if commit.finish_reason == "stop" else "length"
             self._add(self._stream.flush())
@@ -146,12 +168,38 @@ class Output:
         self.finish_reason = "abort"
         self._add(self._stream.flush())
 
-    def unsent(self) -> str:
-        """Text that was not asked for yet."""
+    def unsent(self) -> Delta | None:
+        """Text that was not asked for yet; None when there is none."""
         new, self._sent = self.text[self._sent :], len(self.text)
-        return new
+        if not new:
+            return None
+        return Delta(new, len(self.token_ids), self._origin() if self._trace else None)
 
-    def _add(self, piece: Piece) -> None:
+    def _origin(self) -> Trace:
+        before, self._counted = self._counted, (len(self.token_ids), self.stats.accepted)
+        pieces, self._pieces = tuple(self._pieces), []
+        tokens, accepted = (now - then for now, then in zip(self._counted, before, strict=True))
+        return Trace(tokens, accepted, pieces)
+
+    def _push(self, ids: list[int], num_accepted: int) -> int:
+        """Push the tokens of a commit; how many of them count."""
+        if not self._trace:
+            piece = self._stream.push(ids)
+            self._add(piece)
+            return piece.num_tokens
+        # the text does not depend on where the pushes are cut
+        for index, token_id in enumerate(ids):
+            self._add(self._stream.push([token_id]), accepted=index < num_accepted)
+            if self.stop is not None:
+                return index + 1
+        return len(ids)
+
+    def _add(self, piece: Piece, *, accepted: bool = False) -> None:
         self.text += piece.text
+        if self._trace and piece.text:
+            if self._pieces and self._pieces[-1][1] == accepted:
+                self._pieces[-1] = (self._pieces[-1][0] + piece.text, accepted)
+            else:
+                self._pieces.append((piece.text, accepted))
         if piece.stop is not None:
             self.stop, self.finish_reason = piece.stop, "stop"

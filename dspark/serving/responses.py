@@ -4,7 +4,7 @@ Beside OpenAI's fields there is one of our own, `dspark`: the sampling that was 
 many drafted tokens were kept.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dspark.acceptance import AcceptStats
@@ -71,9 +71,12 @@ class Shape:
             return None
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
 
-    def text(self, text: str) -> dict[str, Any]:
+    def text(self, delta: Delta) -> dict[str, Any]:
         """A chunk with text."""
-        return self._chunk(self._content(text), None)
+        chunk = self._chunk(self._content(delta.text), None)
+        if delta.trace is not None:
+            chunk["dspark"] = asdict(delta.trace)
+        return chunk
 
     def closing(self, end: Finished) -> dict[str, Any]:
         """The chunk with the finish reason."""

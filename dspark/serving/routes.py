@@ -221,6 +221,7 @@ async def _answer(
     for name, given, needed in (
         ("stream_options", options is not None, True),
         ("return_token_ids", bool(body.return_token_ids), False),
+        ("dspark_tokens", bool(body.dspark_tokens), True),
     ):
         if given and streamed is not needed:
             raise ApiError(
@@ -293,7 +294,7 @@ async def _openai_events(
     if (opening := shape.opening()) is not None:
         yield with_usage(opening, 0)
     while isinstance(event, Delta):
-        yield with_usage(shape.text(event.text), event.num_tokens)
+        yield with_usage(shape.text(event), event.num_tokens)
         event = await channel.next()
     yield with_usage(shape.closing(event), len(event.token_ids))
     if options.include_usage:
