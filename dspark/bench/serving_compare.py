@@ -224,7 +224,11 @@ def _of_requests(
     stats.rounds = int(rounds)
     stats.histogram = histogram[: stats.block_size + 2].tolist()
     stats.emitted = sum(n * count for n, count in enumerate(stats.histogram))
+    # requests without proposals count in no slot: the server's shares are the draft's alone
+    shared = (info.get("internal_states") or [{}])[0]
     state = {
+        "accept_rate": shared.get("accept_rate"),
+        "survival": shared.get("survival"),
         "avg_spec_accept_length": stats.accept_length,
         "accept_histogram": stats.histogram,
         "step_ms": {"mean": decode_ms / rounds} if rounds and decode_ms else None,

@@ -31,6 +31,7 @@ def page(
             "<h1>The base</h1>",
             *_side(comparison.base),
         ]
+    parts.append(f"<p>{html_page.text(SYMBOLS)}</p>")
     parts.append("<h2>Run</h2>" + html_page.table((), [(k, _shown(v)) for k, v in facts.items()]))
     return html_page.page(f"dspark bench serving: {report.model}", parts, _STYLE)
 
@@ -42,13 +43,11 @@ def _side(report: ServingReport) -> list[str]:
     if problem:
         parts.append(f'<p class="bad"><strong>{html_page.text(problem)}</strong></p>')
     rows = [
-        (name, "-" if value is None else f"{value:.2f} {unit}".strip(), DEFINITIONS.get(name, ""))
+        (name, f"{value:.2f} {unit}".strip(), DEFINITIONS.get(name, ""))
         for name, value, unit in report.rows()
+        if value is not None
     ]
-    parts += [
-        "<h2>Figures</h2>" + html_page.table(("figure", "value", "definition"), rows),
-        f"<p>{html_page.text(SYMBOLS)}</p>",
-    ]
+    parts.append("<h2>Figures</h2>" + html_page.table(("figure", "value", "definition"), rows))
     if report.accept_histogram:
         counts = {str(n): count for n, count in enumerate(report.accept_histogram) if n}
         parts.append("<h2>Steps by tokens added</h2>" + html_page.bars("steps by tokens", counts))

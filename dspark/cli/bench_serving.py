@@ -1,5 +1,6 @@
 """`dspark bench serving`."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,9 +114,11 @@ def bench_serving(
     else:
         comparison = serving_compare.compare(address, compare, load.prompts, **options)
         report = comparison.measured
-    Console().print(report.table())
+    # a pipe or a log has no width: columns there would be broken into pieces
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(report.table())
     if comparison is not None:
-        Console().print(comparison.table())
+        console.print(comparison.table())
     facts = {
         "workload": load.name,
         "settings": {

@@ -20,6 +20,7 @@ from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.serving.choice import choose
 from dspark.serving.engine import Engine
+from dspark.serving.page import page_router
 from dspark.serving.prepare import Preparer
 from dspark.serving.protocol import ApiError
 from dspark.serving.routes import Api, new_request_id, request_id_of, router
@@ -55,6 +56,7 @@ def create_app(
     # no generated documentation: bodies are read by `protocol.parse`, which FastAPI cannot see
     app = FastAPI(title="dspark", version=dspark.__version__, openapi_url=None)
     app.include_router(router(api))
+    app.include_router(page_router(api))
     app.add_middleware(_RequestId)
 
     @app.exception_handler(ApiError)

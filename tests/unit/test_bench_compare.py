@@ -102,6 +102,9 @@ def test_requests_alternate_between_draft_and_none_on_one_server(
     assert histogram is not None
     assert sum(n * count for n, count in enumerate(histogram)) == 4 * 11
     assert done.measured.accept_length == pytest.approx(4 * 11 / sum(histogram))
+    assert done.measured.survival is not None
+    assert len(done.measured.survival) == 4
+    assert done.base.survival is None
     assert done.base.step_ms is not None
     assert done.base.ceiling == pytest.approx(1000 / done.base.step_ms["mean"])
     assert [one.name for one in done.figures] == [
