@@ -41,6 +41,7 @@ def page_router(api: Api) -> APIRouter:
         engine = api.engine
         return {
             "clock_s": time.monotonic(),
+            "healthy": engine.healthy,
             "running": engine.num_running,
             "waiting": engine.num_waiting,
             **engine.metrics.live(),

@@ -17,7 +17,7 @@ CHROMIUM = next(
      if (found := shutil.which(name))),
     None,
 )  # fmt: skip
-_LIMIT_S = 60.0
+_LIMIT_S = 20.0
 
 
 class Browser:

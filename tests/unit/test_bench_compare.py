@@ -84,7 +84,10 @@ def test_requests_alternate_between_draft_and_none_on_one_server(
 
     async def noted(self: Client, prompt: Any, options: dict[str, Any]) -> RequestTiming:
         sent.append((prompt, options.get("dspark_draft", True)))
-        return await send(self, prompt, options)
+        timing = await send(self, prompt, options)
+        if sent[-1] == ("de", False):
+            timing.text += " and another word"
+        return timing
 
     monkeypatch.setattr(Client, "send", noted)
     done = compare(address, NO_DRAFT, PROMPTS, max_tokens=12, ignore_eos=True)
@@ -93,7 +96,7 @@ def test_requests_alternate_between_draft_and_none_on_one_server(
     assert sent == warm + [
         (prompt, draft) for prompt, sides in zip(PROMPTS, order, strict=True) for draft in sides
     ]
-    assert (done.pairs, done.same_output) == (4, 4)
+    assert (done.pairs, done.same_output) == (4, 3)
     assert done.base.accept_length == 1.0
     assert done.base.num_draft_tokens == 0
     assert done.measured.num_draft_tokens == 4
@@ -102,15 +105,17 @@ def test_requests_alternate_between_draft_and_none_on_one_server(
     assert histogram is not None
     assert sum(n * count for n, count in enumerate(histogram)) == 4 * 11
     assert done.measured.accept_length == pytest.approx(4 * 11 / sum(histogram))
-    assert done.measured.survival is not None
-    assert len(done.measured.survival) == 4
+    state = httpx.get(f"{address}/server_info").json()["internal_states"][0]
+    assert done.measured.accept_rate == state["accept_rate"]
+    assert done.measured.survival == state["survival"]
+    assert done.base.accept_rate is None
     assert done.base.survival is None
     assert done.base.step_ms is not None
     assert done.base.ceiling == pytest.approx(1000 / done.base.step_ms["mean"])
     assert [one.name for one in done.figures] == [
         "mean TPOT", "mean TTFT", "accept length", "mean step",
     ]  # fmt: skip
-    assert "4 of 4 pairs have the same output" in serving_html.page(done.measured, {}, done)
+    assert "3 of 4 pairs have the same output" in serving_html.page(done.measured, {}, done)
     assert json.loads(json.dumps(done.to_dict()))["figures"][0]["unit"] == "ms"
     done.check()
     with pytest.raises(RunError, match="too fast"):
@@ -122,6 +127,22 @@ def test_two_servers_are_compared(address: str, plain: str) -> None:
     assert (done.pairs, done.same_output, done.base_name) == (2, 2, plain)
     assert done.base.num_draft_tokens == 0
     assert done.measured.accept_length == pytest.approx(done.figures[2].measured)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_tokens_of_another_client_are_noticed(
+    address: str, plain: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = Client.info
+
+    async def one_more(self: Client) -> dict[str, Any]:
+        told = await info(self) or {}
+        told["internal_states"][0]["emitted"] += 1
+        return told
+
+    monkeypatch.setattr(Client, "info", one_more)
+    with pytest.raises(RunError, match="another client was served in between"):
+        compare(address, NO_DRAFT if shared else plain, ["abc"], max_tokens=2, ignore_eos=True)
 
 
 def test_a_server_without_a_draft_cannot_turn_it_off(plain: str) -> None:

@@ -1,5 +1,6 @@
 """The serving benchmark: definitions by hand, a real run, and what it refuses to print."""
 
+import asyncio
 import io
 import json
 from collections.abc import Iterator
@@ -181,6 +182,38 @@ def test_a_request_the_server_refuses_is_told_in_its_words(address: str) -> None
         measure(address, ["abc"], model="other")
     with pytest.raises(ConfigError, match=r"warm-up request failed: 400: .*temperature"):
         measure(address, ["abc"], temperature=3.0)
+
+
+def told(text: str | Exception) -> RequestTiming:
+    """A request to a server that streams ``text`` or breaks off."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if isinstance(text, Exception):
+            raise text
+        return httpx.Response(200, text=text)
+
+    async def ask() -> RequestTiming:
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            return await Client(http, "m").send(CHAT, {})
+
+    return asyncio.run(ask())
+
+
+def test_a_stream_that_breaks_off_fails_one_request() -> None:
+    assert told(httpx.ReadError("reset")).error == "ReadError: reset"
+    wrong = told('data: {"choices": [{}]}\n\ndata: [1\n\n').error
+    assert wrong is not None
+    assert wrong.startswith("an event of the stream is none of OpenAI's")
+    assert told('data: {"choices": []}\n\n').error == "the stream ended without a token count"
+
+
+def test_reasoning_is_text_of_the_output() -> None:
+    chunk = {"choices": [{"delta": {"reasoning_content": "hm"}}]}
+    chunk["usage"] = {"prompt_tokens": 3, "completion_tokens": 2}  # type: ignore[assignment]
+    timing = told(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+    assert (timing.error, timing.text, timing.num_output_tokens) == (None, "hm", 2)
+    assert [count for _, count in timing.chunks] == [2]
 
 
 @pytest.mark.parametrize("where", ["http://127.0.0.1:9", "http://nowhere.invalid"])

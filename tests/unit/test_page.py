@@ -22,7 +22,7 @@ from tests.unit.browser import CHROMIUM, Browser
 TOKENIZER = tiny_tokenizer()
 HTML = (Path(dspark.__file__).parent / "serving" / "page.html").read_text(encoding="utf-8")
 KEY = {"Authorization": "Bearer k&y"}
-NASTY = "<b onclick=f()>"
+NASTY = "a<i>bc</i>d"
 
 
 def ids(text: str) -> list[int]:
@@ -32,10 +32,9 @@ def ids(text: str) -> list[int]:
 
 def play(*_: Any) -> Iterator[Commit]:
     """An answer that would be markup; all but a round's last token was drafted."""
-    yield Commit(ids("<"), None, None, 0, 0.5)
-    yield Commit(ids("b onc"), None, 4, 4, 0.25)
-    yield Commit(ids("lick="), None, 4, 4, 0.25)
-    yield Commit(ids("f()>"), "length", 4, 3, 0.25)
+    yield Commit(ids("a"), None, None, 0, 0.5)
+    yield Commit(ids("<i>bc"), None, 4, 4, 0.25)
+    yield Commit(ids("</i>d"), "length", 4, 4, 0.25)
 
 
 def scripted() -> Any:
@@ -106,7 +105,7 @@ def test_what_the_page_reads_needs_the_key(address: str) -> None:
     assert "k&y" not in str(info)
     live = httpx.get(f"{address}/live", headers=KEY).json()
     assert live["clock_s"] > 0
-    assert (live["running"], live["waiting"]) == (0, 0)
+    assert (live["running"], live["waiting"], live["healthy"]) == (0, 0, True)
 
 
 def test_live_counters_only_grow_and_shares_start_anew() -> None:
@@ -152,18 +151,20 @@ def test_a_walk_through_the_page_in_a_browser(monkeypatch: pytest.MonkeyPatch) -
                 "e.textContent])"
             )
             assert answer == [
-                ["SPAN", "<"], ["MARK", "b on"], ["SPAN", "c"], ["MARK", "lick"], ["SPAN", "="],
-                ["MARK", "f()"], ["SPAN", ">"],
+                ["SPAN", "a"], ["MARK", "<i>b"], ["SPAN", "c"], ["MARK", "</i>"], ["SPAN", "d"],
             ]  # fmt: skip
             assert browser.run(told).startswith(
-                "11 of 15 tokens came from the draft; accept length 4.67, 3 steps"
+                "8 of 11 tokens came from the draft; accept length 5.00, 2 steps"
             )
             # narrow: nothing sticks out
             assert browser.run("document.documentElement.scrollWidth <= innerWidth")
             kept = browser.run("[document.cookie, localStorage.length, sessionStorage.length]")
             assert kept == ["", 0, 0]
+            monkeypatch.setattr(engine_module.Engine, "healthy", False)
+            browser.wait(f"{state} === 'shutting down, or the worker makes no progress'")
             unexpected = [text for text in browser.problems if "401" not in text]
             assert unexpected == []
         browser.wait(f"{state}.startsWith('no answer from the server')")
+        assert browser.run("document.getElementById('queue').textContent") == ""
         browser.run("document.getElementById('ask').requestSubmit()")
         browser.wait(f"{told} === 'the server is gone'")

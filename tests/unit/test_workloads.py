@@ -22,12 +22,13 @@ def as_sglang(full: int, ratio: float, count: int) -> list[int]:
     return drawn
 
 
-def test_random_lengths_are_sglangs_for_the_same_seed() -> None:
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
+def test_random_lengths_are_sglangs_for_the_same_seed(ratio: float) -> None:
     np.random.seed(7)
-    expected = as_sglang(100, 0.25, 9), as_sglang(40, 0.25, 9)
-    lengths = RandomLengths(input_len=100, output_len=40, range_ratio=0.25)
-    assert lengths.draw(9, 7) == expected
-    assert min(expected[0]) >= 25
+    expected = as_sglang(100, ratio, 60), as_sglang(4, ratio, 60)
+    lengths = RandomLengths(input_len=100, output_len=4, range_ratio=ratio)
+    assert lengths.draw(60, 7) == expected
+    assert min(expected[0]) >= 100 * ratio
 
 
 def test_random_prompts_are_first_turns_tiled_or_cut_to_the_id() -> None:
