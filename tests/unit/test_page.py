@@ -126,6 +126,7 @@ def fill(browser: Browser, **values: str) -> None:
         browser.run(f"document.getElementById('{name}').value = {value!r}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_a_walk_through_the_page_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
     state = "document.getElementById('state').textContent"
