@@ -68,7 +68,7 @@ def chat(prompts: Sequence[Sequence[Message]], max_tokens: int, *, ends: bool = 
 
 def texts(prompts: Sequence[Sequence[Message]], max_tokens: int, *, ends: bool = True) -> Workload:
     """The text of each prompt's messages, without a template."""
-    every: list[Prompt] = ["\n\n".join(str(m["content"]) for m in one) for one in prompts]
+    every: list[Prompt] = ["\n\n".join(str(m.get("content") or "") for m in one) for one in prompts]
     return Workload("prompts", every, [max_tokens] * len(every), not ends)
 
 

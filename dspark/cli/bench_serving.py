@@ -90,7 +90,12 @@ def bench_serving(
 
     from dspark.bench import serving, serving_compare
     from dspark.bench.report import environment
+    from dspark.errors import ConfigError
+    from dspark.provenance import check_writable
 
+    if out is not None:
+        # a run of hours must not end at a place that cannot be written
+        check_writable(out / "report.json", "--out", ConfigError)
     lengths = {
         "input_len": random_input_len,
         "output_len": random_output_len,
@@ -215,7 +220,6 @@ def _write(
     from dspark.bench.serving_html import page
     from dspark.errors import MissingPackageError
 
-    out.mkdir(parents=True, exist_ok=True)
     figures = (report if comparison is None else comparison).to_dict()
     provenance.write_json(out / "report.json", {**figures, **facts})
     flat = {**facts, **facts["settings"], **facts["environment"], "server": report.server}

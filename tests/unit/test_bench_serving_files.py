@@ -106,6 +106,15 @@ def test_a_figure_above_the_ceiling_is_written_down_and_ends_with_code_1(
     assert "<strong>TOO FAST</strong>" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = ("--prompts", "missing.jsonl", "--out", str(tmp_path / "file"))
+    assert bench(monkeypatch, *words) == 2
+    assert f"--out {tmp_path}/file/report.json cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
