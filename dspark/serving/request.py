@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from dspark.acceptance import AcceptStats
 from dspark.decoding import Commit, SamplingParams
+from dspark.serving.origin import Origins, Trace
 from dspark.serving.stream import Piece, TextStream
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "GenerateParams",
     "Job",
     "Output",
-    "Trace",
 ]
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -51,21 +51,8 @@ class Delta:
     text: str
     num_tokens: int
     """Tokens of the output so far, those whose text is still held back included."""
-    trace: "Trace | None" = None
+    trace: Trace | None = None
     """Where the new text came from, if that was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The origin of a delta's text."""
-
-    num_tokens: int
-    """New tokens since the delta before."""
-    num_accepted: int
-    """Accepted draft tokens among them."""
-    pieces: tuple[tuple[str, bool], ...]
-    """(text, whether accepted draft tokens made it); together the delta's text. Text that several
-    tokens share, such as a code point of many bytes, belongs to the one that completes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +125,7 @@ class Output:
         self.decode_s = 0.0
         self._stream = TextStream(tokenizer, stops, skip_special=skip_special)
         self._sent = 0
-        self._trace = trace
-        self._pieces: list[tuple[str, bool]] = []
-        self._counted = (0, 0)
+        self._origins = Origins() if trace else None
 
     def take(self, commit: Commit) -> tuple[int, int]:
         """Add a commit; (tokens that count, accepted proposals among them)."""
@@ -173,33 +158,24 @@ class Output:
         new, self._sent = self.text[self._sent :], len(self.text)
         if not new:
             return None
-        return Delta(new, len(self.token_ids), self._origin() if self._trace else None)
-
-    def _origin(self) -> Trace:
-        before, self._counted = self._counted, (len(self.token_ids), self.stats.accepted)
-        pieces, self._pieces = tuple(self._pieces), []
-        tokens, accepted = (now - then for now, then in zip(self._counted, before, strict=True))
-        return Trace(tokens, accepted, pieces)
+        trace = self._origins and self._origins.upto(new, len(self.token_ids))
+        return Delta(new, len(self.token_ids), trace)
 
     def _push(self, ids: list[int], num_accepted: int) -> int:
-        """Push the tokens of a commit; how many of them count."""
-        if not self._trace:
+        """Add the text of these tokens; how many of them count."""
+        if self._origins is None:
             piece = self._stream.push(ids)
             self._add(piece)
             return piece.num_tokens
         # the text does not depend on where the pushes are cut
         for index, token_id in enumerate(ids):
-            self._add(self._stream.push([token_id]), accepted=index < num_accepted)
+            self._add(self._stream.push([token_id]))
+            self._origins.add(len(self.text), index < num_accepted)
             if self.stop is not None:
                 return index + 1
         return len(ids)
 
-    def _add(self, piece: Piece, *, accepted: bool = False) -> None:
+    def _add(self, piece: Piece) -> None:
         self.text += piece.text
-        if self._trace and piece.text:
-            if self._pieces and self._pieces[-1][1] == accepted:
-                self._pieces[-1] = (self._pieces[-1][0] + piece.text, accepted)
-            else:
-                self._pieces.append((piece.text, accepted))
         if piece.stop is not None:
             self.stop, self.finish_reason = piece.stop, "stop"

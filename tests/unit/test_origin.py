@@ -16,7 +16,8 @@ import pytest
 
 from dspark.decoding import Commit
 from dspark.serving import engine as engine_module
-from dspark.serving.request import Output, Trace
+from dspark.serving.origin import Origins, Trace
+from dspark.serving.request import Output
 from dspark.serving.server import running
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
 
@@ -114,6 +115,16 @@ def test_text_behind_a_stop_string_has_no_origin() -> None:
     assert (out.text, out.stop) == ("ab", "cd")
     assert found[-1] == Trace(3, 3, (("b", True),))
     assert out.stats.accepted == 3
+
+
+def test_origins_do_not_depend_on_where_deltas_are_cut() -> None:
+    origins = Origins()
+    for num_chars, accepted in ((1, False), (3, True), (3, True), (4, False)):
+        origins.add(num_chars, accepted)
+    # inside a token's text; behind the last token (a flush)
+    assert origins.upto("ab", 2) == Trace(2, 1, (("a", False), ("b", True)))
+    assert origins.upto("c", 3) == Trace(1, 1, (("c", True),))
+    assert origins.upto("d?", 4) == Trace(1, 0, (("d?", False),))
 
 
 def chat(address: str, *, tty: bool, **env: str) -> str:
