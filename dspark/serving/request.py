@@ -158,8 +158,9 @@ class Output:
         new, self._sent = self.text[self._sent :], len(self.text)
         if not new:
             return None
-        trace = self._origins and self._origins.upto(new, len(self.token_ids))
-        return Delta(new, len(self.token_ids), trace)
+        num_tokens = len(self.token_ids)
+        trace = None if self._origins is None else self._origins.upto(new, num_tokens)
+        return Delta(new, num_tokens, trace)
 
     def _push(self, ids: list[int], num_accepted: int) -> int:
         """Add the text of these tokens; how many of them count."""
