@@ -42,7 +42,8 @@ DEFINITIONS = {
     "compare": "Every request is sent to both sides, one right after the other, the first side "
     "alternating. Interval: 95% percentile bootstrap over the pairs (2,000 draws). Ratio: base "
     "over measured for times, measured over base for accept length: above 1 is better. Throughput "
-    "of a side: its tokens over its own time under way.",
+    "of a side: its tokens over its own time under way; its peak shares the seconds with the "
+    "other side.",
 }
 """By the name of the row."""
 
