@@ -36,7 +36,7 @@ class DecodeParams:
     ignore_eos: bool = False
     """Do not stop at the target's end ids (``stop_ids`` still count)."""
     num_draft_tokens: int | None = None
-    """Proposals a round; None: `draft_limit`'s default."""
+    """Proposals a round; None: `draft_limit`'s default; 0: as if there were no draft."""
     confidence_threshold: float = 0.0
     """Cut the proposals before the first slot below it; 0 never cuts."""
     top_logprobs: int | None = None
@@ -133,7 +133,7 @@ def stream(
     stops = stop_ids(target, params)
     step = ReferenceStep(
         target,
-        draft,
+        draft if params.num_draft_tokens != 0 else None,
         params.sampling,
         num_draft_tokens=params.num_draft_tokens,
         confidence_threshold=params.confidence_threshold,
@@ -166,7 +166,7 @@ def decode(
 ) -> Completion:
     """`stream`, gathered. Raises as `stream` does."""
     limit = 0
-    if draft is not None:
+    if draft is not None and params.num_draft_tokens != 0:
         limit = draft_limit(draft.block_size, params.num_draft_tokens, params.confidence_threshold)
     stats = AcceptStats(limit)
     tokens: list[int] = []

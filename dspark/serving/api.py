@@ -5,7 +5,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -54,7 +54,7 @@ class Api:
             )
 
     def check_key(self, request: Request) -> None:
-        """Bearer key, when the server has one; /health, /ping and /metrics stay open."""
+        """Bearer key, when the server has one; the page, /health, /ping and /metrics stay open."""
         if self.api_key is None:
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -82,6 +82,7 @@ class Api:
             "max_model_len": self.preparer.max_model_len,
             "speculative_algorithm": "DSPARK" if engine.draft is not None else None,
             "num_draft_tokens": engine.num_draft_tokens,
+            "settings": asdict(engine.settings),
             "internal_states": [engine.metrics.snapshot()],
         }
 

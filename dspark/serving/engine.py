@@ -271,6 +271,7 @@ class Engine:
             queue_s=waited,
             ttft_s=0.0,
             total_s=waited,
+            decode_s=0.0,
             likelihoods=None if job.params.top_logprobs is None else [],
         )
 
@@ -281,7 +282,7 @@ class Engine:
             sampling=params.sampling,
             stop_ids=params.stop_ids | (frozenset() if params.ignore_eos else self._stop_ids),
             ignore_eos=params.ignore_eos,
-            num_draft_tokens=self.num_draft_tokens or None,
+            num_draft_tokens=(self.num_draft_tokens or None) if params.draft else 0,
             confidence_threshold=self.settings.confidence_threshold,
             top_logprobs=params.top_logprobs,
         )
@@ -295,6 +296,7 @@ class Engine:
             keep=params.keep,
             interval=params.interval,
             with_logprobs=params.top_logprobs is not None,
+            trace=params.trace,
         )
         commits = self.decoder.stream(job.prompt_ids, decode)
         try:
@@ -330,6 +332,7 @@ class Engine:
             queue_s=started - job.arrived,
             ttft_s=first_s,
             total_s=time.monotonic() - job.arrived,
+            decode_s=out.decode_s,
             likelihoods=out.likelihoods,
         )
         self._end(job, end)

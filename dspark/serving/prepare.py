@@ -371,6 +371,8 @@ class Preparer:
             keep=keep,
             interval=options.stream_interval,
             top_logprobs=top_logprobs,
+            draft=options.dspark_draft is not False,
+            trace=bool(getattr(options, "dspark_tokens", None)),
         )
         return Work(list(ids), params, seed)
 

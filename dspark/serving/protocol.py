@@ -257,6 +257,8 @@ class _Sampled(_Body):
     """Further ids that end the output, even with ``ignore_eos``; they are no part of the text."""
     skip_special_tokens: bool | None = None
     """False: special tokens of the output stand in its text."""
+    dspark_draft: bool | None = None
+    """False: decode as if there were no draft; the tokens are the same."""
 
 
 class _OpenAI(_Sampled):
@@ -271,6 +273,8 @@ class _OpenAI(_Sampled):
     """Tokens of one event of a stream; None: one event a step."""
     rid: Name | None = None
     """The caller's own name for the request, for /abort_request."""
+    dspark_tokens: bool | None = None
+    """With ``stream``: each chunk says which of its text accepted draft tokens made."""
 
 
 class ToolFunction(_Body):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from dspark.acceptance import AcceptStats
 from dspark.decoding import Commit, SamplingParams
 from dspark.serving.likelihood import Likelihood, TokenNames
+from dspark.serving.origin import Origins, Trace
 from dspark.serving.stream import Piece, TextStream
 
 __all__ = [
@@ -44,6 +45,10 @@ class GenerateParams:
     """Tokens of one `Delta`; None: as many as became final together."""
     top_logprobs: int | None = None
     """As `DecodeParams` has it."""
+    draft: bool = True
+    """False: decode as if there were no draft."""
+    trace: bool = False
+    """Say of each piece of text whether its token came from the draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Delta:
     """Tokens of the output so far, those whose text is still held back included."""
     likelihoods: list[Likelihood] | None = None
     """Of the tokens since the last one, where they were asked for."""
+    trace: Trace | None = None
+    """Where the new text came from, if that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,8 @@ class Finished:
     ttft_s: float
     """From arrival to the first token, queue and prefill included; 0 when there was none."""
     total_s: float
+    decode_s: float
+    """Time of its steps, the prefill's not included."""
     likelihoods: list[Likelihood] | None = None
     """Of all tokens, where they were asked for."""
 
@@ -122,14 +131,17 @@ class Output:
         keep: frozenset[int] = frozenset(),
         interval: int | None = None,
         with_logprobs: bool = False,
+        trace: bool = False,
     ) -> None:
         self.text = ""
         self.token_ids: list[int] = []
         self.stats = AcceptStats(block_size)
         self.stop: str | None = None
         self.finish_reason: FinishReason | None = None
+        self.decode_s = 0.0
         self._stream = TextStream(tokenizer, stops, skip_special=skip_special, keep=keep)
         self._interval = interval
+        self._origins = Origins() if trace else None
         self.likelihoods: list[Likelihood] | None = [] if with_logprobs else None
         self._names = TokenNames(tokenizer)
         self._sent = self._sent_tokens = 0
@@ -139,8 +151,10 @@ class Output:
         """Add a commit; (tokens that count, accepted proposals among them)."""
         ids = commit.token_ids
         # a stop id ends the text, it is none
+        readable = ids[:-1] if commit.finish_reason == "stop" else ids
+        num_accepted = 0 if commit.num_proposed is None else commit.num_accepted
         begins: list[int] = []
-        num_tokens = self._push(ids[:-1] if commit.finish_reason == "stop" else ids, begins)
+        num_tokens = self._push(readable, num_accepted, begins)
         begins.append(self._stream.num_chars)
         if self.stop is not None:
             ids = ids[:num_tokens]
@@ -155,6 +169,7 @@ class Output:
             )
         if commit.num_proposed is None:
             return len(ids), 0
+        self.decode_s += commit.step_s
         accepted = min(commit.num_accepted, len(ids))
         self.stats.add(
             num_proposed=commit.num_proposed, num_accepted=accepted, num_emitted=len(ids)
@@ -178,24 +193,29 @@ class Output:
 
     def _delta(self, chars: int, num_tokens: int) -> Delta:
         text, self._sent = self.text[self._sent : chars], chars
-        if self.likelihoods is None:
-            return Delta(text, num_tokens)
-        new = self.likelihoods[self._sent_tokens : num_tokens]
-        self._sent_tokens = num_tokens
-        return Delta(text, num_tokens, new)
+        since, self._sent_tokens = self._sent_tokens, num_tokens
+        return Delta(
+            text,
+            num_tokens,
+            None if self.likelihoods is None else self.likelihoods[since:num_tokens],
+            None if self._origins is None else self._origins.upto(text, num_tokens),
+        )
 
-    def _push(self, ids: list[int], begins: list[int]) -> int:
+    def _push(self, ids: list[int], num_accepted: int, begins: list[int]) -> int:
         """Add the text of these tokens; how many of them count.
 
         Where it is asked for by token, ``begins`` gets where the text of each begins.
         """
-        if self._interval is None and self.likelihoods is None:
+        if self._interval is None and self.likelihoods is None and self._origins is None:
             piece = self._stream.push(ids)
             self._add(piece)
             return piece.num_tokens
+        # the text does not depend on where the pushes are cut
         for index, token_id in enumerate(ids):
             begins.append(self._stream.num_chars)
             self._add(self._stream.push([token_id]))
+            if self._origins is not None:
+                self._origins.add(self._stream.num_chars, index < num_accepted)
             num_tokens = len(self.token_ids) + index + 1
             if self._interval is not None and num_tokens % self._interval == 0:
                 self._due.append((len(self.text), num_tokens))

@@ -4,13 +4,14 @@ Beside OpenAI's fields there is one of our own, `dspark`: the sampling that was 
 many drafted tokens were kept.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dspark.acceptance import AcceptStats
 from dspark.serving.answer import Answer, Part
 from dspark.serving.calls import Call
 from dspark.serving.likelihood import Likelihood, as_chat, as_native, as_text
+from dspark.serving.origin import Trace
 from dspark.serving.prepare import Work
 from dspark.serving.request import Delta, Finished
 
@@ -87,16 +88,23 @@ class Shape:
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
 
     def part(
-        self, part: Part, num_calls: int = 0, likelihoods: list[Likelihood] | None = None
+        self,
+        part: Part,
+        num_calls: int = 0,
+        likelihoods: list[Likelihood] | None = None,
+        trace: Trace | None = None,
     ) -> dict[str, Any]:
         """A chunk with a part of the answer; ``num_calls`` came before it."""
         if self.kind == "text":
-            return self._chunk({"text": part.text}, None, likelihoods)
-        if part.call is not None:
+            content: dict[str, Any] = {"text": part.text}
+        elif part.call is not None:
             call = {"index": num_calls, **self._call(part.call, num_calls)}
-            return self._chunk({"delta": {"tool_calls": [call]}}, None, likelihoods)
-        name = "reasoning_content" if part.kind == "reasoning" else "content"
-        return self._chunk({"delta": {name: part.text}}, None, likelihoods)
+            content = {"delta": {"tool_calls": [call]}}
+        else:
+            name = "reasoning_content" if part.kind == "reasoning" else "content"
+            content = {"delta": {name: part.text}}
+        chunk = self._chunk(content, None, likelihoods)
+        return chunk if trace is None else {**chunk, "dspark": asdict(trace)}
 
     def closing(
         self, end: Finished, num_calls: int = 0, likelihoods: list[Likelihood] | None = None
@@ -155,6 +163,7 @@ class Shape:
             "stop": end.stop,
             "queue_ms": 1000 * end.queue_s,
             "ttft_ms": 1000 * end.ttft_s,
+            "decode_ms": 1000 * end.decode_s,
             "total_ms": 1000 * end.total_s,
         }
 

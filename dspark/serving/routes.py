@@ -104,7 +104,10 @@ async def _answer(
 ) -> Response:
     options, with_ids = body.stream_options, bool(body.return_token_ids)
     _check_stream(
-        body.stream, ("stream_options", options), ("stream_interval", body.stream_interval)
+        body.stream,
+        ("stream_options", options),
+        ("stream_interval", body.stream_interval),
+        ("dspark_tokens", body.dspark_tokens or None),
     )
     if with_ids and body.stream:
         raise _needs_stream("return_token_ids", False)
@@ -189,13 +192,13 @@ async def _openai_events(
             yield with_usage(opening, 0)
             opening = None
         parts = parser.push(event.text)
-        likely, told = event.likelihoods, event.num_tokens
-        # tokens whose text is held back have an event where it is counted by tokens
-        if not parts and (shape.work.params.interval is not None or likely):
+        likely, trace, told = event.likelihoods, event.trace, event.num_tokens
+        # tokens whose text is held back have an event where something is told of each
+        if not parts and (shape.work.params.interval is not None or likely or trace is not None):
             parts = [Part("content")]
         for part in parts:
-            yield with_usage(shape.part(part, num_calls, likely), event.num_tokens)
-            num_calls, likely = num_calls + (part.call is not None), None
+            yield with_usage(shape.part(part, num_calls, likely, trace), event.num_tokens)
+            num_calls, likely, trace = num_calls + (part.call is not None), None, None
     if opening is not None:
         yield with_usage(opening, 0)
     num_tokens = len(event.token_ids)

@@ -23,6 +23,7 @@ from dspark.serving.api import Api, new_request_id, request_id_of
 from dspark.serving.choice import choose
 from dspark.serving.engine import Engine
 from dspark.serving.openapi import document
+from dspark.serving.page import page_router
 from dspark.serving.prepare import Preparer
 from dspark.serving.protocol import ApiError
 from dspark.serving.routes import router
@@ -59,6 +60,7 @@ def create_app(
     # no pages: they would load scripts from elsewhere
     app = FastAPI(title="dspark", version=dspark.__version__, docs_url=None, redoc_url=None)
     app.include_router(router(api))
+    app.include_router(page_router(api))
     app.openapi = cache(partial(document, app))  # type: ignore[method-assign]
     app.add_middleware(_RequestId)
 

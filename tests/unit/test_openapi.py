@@ -35,8 +35,10 @@ def test_every_route_is_told_and_every_body_has_its_model(made: Any) -> None:
         "/tokenize": "TokenizeRequest",
         "/detokenize": "DetokenizeRequest",
     }
-    for path in ("/v1/models", "/health", "/ping", "/health_generate", "/version", "/metrics"):
+    for path in ("/", "/live", "/v1/models", "/health", "/ping", "/health_generate", "/version",
+                 "/metrics"):  # fmt: skip
         assert "get" in made["paths"][path]
+    assert set(made["paths"]["/"]["get"]["responses"]["200"]["content"]) == {"text/html"}
     for path in made["paths"].values():
         for operation in path.values():
             assert "default" in operation["responses"]

@@ -1,10 +1,12 @@
 """Aborting, probing, events of a token, comments in silence, and tokens of a text."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -317,10 +319,18 @@ def test_what_cannot_be_counted_is_refused(
     assert refusal(client, path, body)["param"] == param
 
 
-def test_the_new_routes_ask_for_the_key(pair: tuple[Any, Any]) -> None:
+def test_all_routes_ask_for_the_key_but_those_that_the_readme_names(pair: tuple[Any, Any]) -> None:
+    readme = Path(__file__).parents[2].joinpath("serve/README.md").read_text(encoding="utf-8")
+    said = (
+        " ".join(readme.split()).partition("Bearer KEY` on every route but ")[2].partition(". ")[0]
+    )
     with running(*pair, TOKENIZER, api_key="k") as address, httpx.Client(base_url=address) as http:
-        for path in ("/abort_request", "/tokenize", "/detokenize"):
-            assert http.post(path, json={}).status_code == 401
-        for path in ("/health_generate", "/version"):
-            assert http.get(path).status_code == 401
-        assert http.get("/ping").status_code == 200
+        routes = http.get("/openapi.json").json()["paths"]
+        open_to_all = {
+            path
+            for path, methods in routes.items()
+            for method in methods
+            if http.request(method, path).status_code != 401
+        }
+    assert {*open_to_all, "/openapi.json"} == set(re.findall("`(.*?)`", said))
+    assert len(routes) > 15

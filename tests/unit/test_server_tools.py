@@ -96,6 +96,20 @@ def test_a_cut_output_and_text_that_is_no_call_have_their_usual_reasons(
     assert "tool_calls" not in choice["message"]
 
 
+@pytest.mark.parametrize("size", [3, 100])
+def test_tokens_of_a_call_are_told_once_and_while_it_is_read(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    text = f"on it\n{HERMES % 1}"
+    says(monkeypatch, tokenizer_of(QWEN), text, (size,))
+    chunks = chunks_of(client, CHAT, {**BODY, "dspark_tokens": True})
+    counts = [chunk["dspark"]["num_tokens"] for chunk in chunks[:-1] if "dspark" in chunk]
+    left = len(text) - 1
+    assert counts == [1, *[size] * (left // size), left % size]
+    said = deltas_of(chunks)
+    assert (said["content"], said["tool_calls"][0]["name"]) == ("on it", "add")
+
+
 @pytest.mark.parametrize("options", [{"tool_choice": "none"}, {"tools": []}])
 def test_without_tools_nothing_is_a_call(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
