@@ -120,6 +120,7 @@ def run(out: Path, released: Path) -> dict[str, Any]:
     messages = read_sets(settings.prompts)["heldout"][:_SERVED_PROMPTS]
     with running(target, draft, tokenizer) as address:
         served = measure(address, list(messages), max_tokens=NEW_TOKENS // 4)
+    served.check()
     report = _report(config, evaluation, drafts, library, sampled.to_dict())
     report["served"] = served.to_dict()
     report["export_check"] = record.get("check")

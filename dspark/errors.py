@@ -82,6 +82,7 @@ _WANTED = {
     "list_type": "must be a list",
     "literal_error": "must be {expected}",
     "model_type": "must be an object",
+    "string_pattern_mismatch": "must match {pattern}",
     "string_type": "must be a string",
     "too_short": "must have {min_length} or more entries",
 }

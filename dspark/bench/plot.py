@@ -1,4 +1,4 @@
-"""One picture of a demo: training curves, accept histogram, latency with and without the draft."""
+"""Pictures: of a demo (training curves, acceptance, latency) and of a serving benchmark."""
 
 import json
 from collections.abc import Sequence
@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from dspark.bench.evaluate import EvalReport
+from dspark.bench.serving_report import ServingReport
 from dspark.errors import MissingPackageError
 
-__all__ = ["plot_demo"]
+__all__ = ["plot_demo", "plot_serving"]
 
 
 def plot_demo(path: Path, runs: Sequence[Path], evaluation: EvalReport) -> None:
@@ -17,15 +18,7 @@ def plot_demo(path: Path, runs: Sequence[Path], evaluation: EvalReport) -> None:
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingPackageError(
-            "report.png needs matplotlib: pip install 'dspark[demo]'"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     figure, (training, histogram, latency) = pyplot.subplots(1, 3, figsize=(15, 4))
     for run in runs:
         lines = [line for line in _metrics(run) if "train/tau" in line]
@@ -54,3 +47,45 @@ def plot_demo(path: Path, runs: Sequence[Path], evaluation: EvalReport) -> None:
 def _metrics(run: Path) -> list[dict[str, Any]]:
     text = (run / "metrics.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def plot_serving(path: Path, report: ServingReport, base: ServingReport | None = None) -> None:
+    """Write a PNG to ``path``: steps by tokens, acceptance by slot, TPOT of each request.
+
+    ``base``: what it is compared with; its TPOT is drawn too.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
+    figure, (histogram, slots, latency) = pyplot.subplots(1, 3, figsize=(15, 4))
+    counts = report.accept_histogram or []
+    histogram.bar(range(1, len(counts)), counts[1:])
+    histogram.set(title="steps by tokens added", xlabel="tokens", ylabel="steps")
+    for name, by_slot in (("given the slots before", report.accept_rate), ("all", report.survival)):
+        if by_slot:
+            slots.plot(by_slot, label=name, marker="o")
+            slots.legend()
+    slots.set(title="kept slots", xlabel="slot", ylabel="share", ylim=(0, 1))
+    for side, one in (("measured", report), ("base", base)):
+        if one is not None:
+            each = [row["tpot_ms"] for row in one.requests if row.get("tpot_ms") is not None]
+            latency.plot(sorted(each), label=side, marker="o", markersize=3)
+            latency.legend()
+    latency.set(title="TPOT", xlabel="requests, sorted", ylabel="ms a token", ylim=(0, None))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingPackageError(
+            "report.png needs matplotlib: pip install 'dspark[demo]'"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

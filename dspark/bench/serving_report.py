@@ -1,20 +1,20 @@
 """The figures of a serving benchmark, how they are computed, and the table for people.
 
-Definitions: `dspark.bench.serving`.
+Definitions: `dspark.bench.definitions`.
 """
 
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.table import Table
 
 from dspark.errors import RunError
 
-__all__ = ["RequestTiming", "ServingReport", "check_ceiling", "summarise"]
+__all__ = ["RequestTiming", "ServingReport", "above_ceiling", "percentile", "summarise"]
 
 _PHASE = 1.05
 """One-second buckets cut the stream at arbitrary points, which is worth about 5%."""
@@ -31,6 +31,9 @@ class RequestTiming:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     error: str | None = None
+    text: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """The server's own figures of this request, where it is ours."""
 
     @property
     def ttft_s(self) -> float:
@@ -46,6 +49,22 @@ class RequestTiming:
         if self.num_output_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+    def record(self, origin: float) -> dict[str, Any]:
+        """For JSON; times in ms, the start after ``origin``."""
+        if self.error is not None:
+            return {"error": self.error}
+        tpot_s = self.tpot_s
+        return {
+            "start_ms": 1000 * (self.started - origin),
+            "ttft_ms": 1000 * self.ttft_s,
+            "e2e_ms": 1000 * self.e2e_s,
+            "tpot_ms": None if tpot_s is None else 1000 * tpot_s,
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+            "accept_length": self.figures.get("accept_length"),
+            "rounds": self.figures.get("rounds"),
+        }
 
     def tokens(self) -> Iterator[tuple[float, float, float]]:
         """(when, how many, seconds since the chunk before) for each chunk with text.
@@ -93,6 +112,14 @@ class ServingReport:
     num_draft_tokens: int | None
     ceiling: float | None
     """Tokens a second if every step emitted all it can."""
+    accept_rate: list[float] | None = None
+    """By slot, given the slots before it."""
+    survival: list[float] | None = None
+    """By slot, it and all slots before."""
+    above_ceiling: str | None = None
+    """The figure that lies above the ceiling, and by how much."""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    """Each request by itself, in the order of the prompts."""
     server: dict[str, Any] = field(default_factory=dict)
     """Device, dtype and version the server reported."""
 
@@ -100,13 +127,19 @@ class ServingReport:
         """All figures by name, ready for JSON."""
         return asdict(self)
 
-    def table(self) -> Table:
-        """The rows of the published table, and beside them what they have to agree with."""
-        table = Table(title=f"serving {self.model}, {self.completed} requests")
-        table.add_column("figure")
-        table.add_column("value", justify="right")
+    def check(self) -> None:
+        """Raise for a figure above its ceiling.
+
+        Raises:
+            RunError: a clock or a counter is wrong.
+        """
+        if self.above_ceiling is not None:
+            raise RunError(self.above_ceiling)
+
+    def rows(self) -> list[tuple[str, float | None, str]]:
+        """(figure, value, unit): the published table's, then what they have to agree with."""
         step = self.step_ms or {}
-        rows: list[tuple[str, float | None, str]] = [
+        return [
             ("mean TPOT", self.mean_tpot_ms, "ms"),
             ("median TPOT", self.median_tpot_ms, "ms"),
             ("output throughput", self.output_throughput, "tok/s"),
@@ -124,7 +157,13 @@ class ServingReport:
             ("total throughput", self.total_throughput, "tok/s"),
             ("concurrency", self.concurrency, ""),
         ]
-        for name, value, unit in rows:
+
+    def table(self) -> Table:
+        """The rows, and behind them the steps by tokens."""
+        table = Table(title=f"serving {self.model}, {self.completed} requests")
+        table.add_column("figure")
+        table.add_column("value", justify="right")
+        for name, value, unit in self.rows():
             table.add_row(name, "-" if value is None else f"{value:.2f} {unit}".strip())
         for emitted, count in enumerate(self.accept_histogram or []):
             if emitted:
@@ -145,7 +184,7 @@ def summarise(
     """Compute the report. ``info``: /server_info after the run, None where there is none.
 
     Raises:
-        RunError: no request succeeded, or a figure lies above the ceiling.
+        RunError: no request succeeded.
     """
     done = [one for one in timings if one.error is None]
     if not done:
@@ -161,6 +200,7 @@ def summarise(
     ceiling = None
     if step_ms is not None and num_draft_tokens is not None:
         ceiling = 1000 * (num_draft_tokens + 1) / step_ms["mean"]
+    origin = min(one.started for one in timings)
     report = ServingReport(
         model=model,
         completed=len(done),
@@ -170,14 +210,14 @@ def summarise(
         wall_s=wall_s,
         mean_ttft_ms=statistics.fmean(ttfts),
         median_ttft_ms=statistics.median(ttfts),
-        p99_ttft_ms=_percentile(ttfts, 0.99),
+        p99_ttft_ms=percentile(ttfts, 0.99),
         mean_e2e_ms=1000 * statistics.fmean(one.e2e_s for one in done),
         mean_tpot_ms=statistics.fmean(tpots) if tpots else None,
         median_tpot_ms=statistics.median(tpots) if tpots else None,
-        p99_tpot_ms=_percentile(tpots, 0.99) if tpots else None,
+        p99_tpot_ms=percentile(tpots, 0.99) if tpots else None,
         mean_itl_ms=statistics.fmean(itls) if itls else None,
         median_itl_ms=statistics.median(itls) if itls else None,
-        p99_itl_ms=_percentile(itls, 0.99) if itls else None,
+        p99_itl_ms=percentile(itls, 0.99) if itls else None,
         output_throughput=outputs / wall_s,
         peak_throughput=_peak(done),
         total_throughput=(prompts + outputs) / wall_s,
@@ -187,46 +227,45 @@ def summarise(
         step_ms=step_ms,
         num_draft_tokens=num_draft_tokens,
         ceiling=ceiling,
+        accept_rate=states[0].get("accept_rate") if num_draft_tokens else None,
+        survival=states[0].get("survival") if num_draft_tokens else None,
+        requests=[one.record(origin) for one in timings],
         server={
             key: info[key] for key in ("version", "device", "dtype", "model_path") if key in info
         }
         if info
         else {},
     )
-    check_ceiling(report, done)
-    return report
+    return replace(report, above_ceiling=above_ceiling(report, done))
 
 
-def check_ceiling(report: ServingReport, done: Sequence[RequestTiming]) -> None:
-    """Hold every figure against what the steps allow.
-
-    Raises:
-        RunError: a figure lies above its ceiling, so a clock or a counter is wrong.
-    """
+def above_ceiling(report: ServingReport, done: Sequence[RequestTiming]) -> str | None:
+    """The first figure that lies above what the steps allow, in words; None: all hold."""
     if report.ceiling is None or report.num_draft_tokens is None or report.step_ms is None:
-        return
+        return None
     most = report.num_draft_tokens + 1
-    # what the fastest step allows, for figures that do not average over all steps
-    fastest = 1000 * most / report.step_ms["min"]
-    later = [(one, one.num_output_tokens - _first_tokens(one)) for one in done if one.chunks]
-    decode_s = sum(one.ended - one.chunks[0][0] for one, _ in later)
-    decoded = sum(count for _, count in later)
     figures = [
         ("accept length", report.accept_length or 0.0, float(most)),
         ("output throughput", report.output_throughput, report.ceiling),
-        (
-            "peak output throughput",
-            report.peak_throughput,
-            fastest * _PHASE + most + report.completed,
-        ),
-        ("decode throughput", decoded / decode_s if decode_s else 0.0, fastest * _PHASE),
     ]
+    if "min" in report.step_ms:
+        # what the fastest step allows, for figures that do not average over all steps
+        fastest = 1000 * most / report.step_ms["min"]
+        later = [(one, one.num_output_tokens - _first_tokens(one)) for one in done if one.chunks]
+        decode_s = sum(one.ended - one.chunks[0][0] for one, _ in later)
+        decoded = sum(count for _, count in later)
+        peak_limit = fastest * _PHASE + most + report.completed
+        figures += [
+            ("peak output throughput", report.peak_throughput, peak_limit),
+            ("decode throughput", decoded / decode_s if decode_s else 0.0, fastest * _PHASE),
+        ]
     for name, value, limit in figures:
         if value > limit:
-            raise RunError(
+            return (
                 f"{name} {value:.2f} lies above its ceiling {limit:.2f} ({most} tokens a step, "
                 f"step {report.step_ms['mean']:.3f} ms): a clock or a counter is wrong"
             )
+    return None
 
 
 def _first_tokens(timing: RequestTiming) -> float:
@@ -253,7 +292,7 @@ def _peak(done: Sequence[RequestTiming]) -> float:
     return float(max(buckets.values(), default=0))
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
     """Linear interpolation between ranks, as numpy's default."""
     ordered = sorted(values)
     rank = share * (len(ordered) - 1)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from dspark.cli.bench_serving import bench_serving
 from dspark.cli.common import Json, finish, override, read_config
 
 __all__ = ["register"]
@@ -37,6 +38,9 @@ def _serve(
     max_queue: Annotated[int, typer.Option(help="Requests that may wait.")] = 32,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 4 << 20,
     deadline_s: Annotated[float, typer.Option(help="From arrival to the last token.")] = 600.0,
+    keepalive_s: Annotated[
+        float, typer.Option(help="Comment in a silent stream; 0: never.")
+    ] = 15.0,
     drain_s: Annotated[float, typer.Option(help="For open requests after SIGTERM.")] = 30.0,
 ) -> None:
     """OpenAI-compatible server over target and draft.
@@ -67,6 +71,7 @@ def _serve(
         max_queue=max_queue,
         max_body_bytes=max_body_bytes,
         deadline_s=deadline_s,
+        keepalive_s=keepalive_s,
         drain_s=drain_s,
     )
     tokenizer = load_tokenizer(config.target)
@@ -84,45 +89,6 @@ def _serve(
         settings=settings,
         api_key=api_key,
     )
-
-
-def _bench_serving(
-    prompts: Annotated[list[str], typer.Option(help="Files, globs or hub ids.")],
-    address: Annotated[str, typer.Option(help="Of an OpenAI-compatible server.")] = (
-        "http://127.0.0.1:8000"
-    ),
-    limit: Annotated[int | None, typer.Option(min=1, help="First N prompts.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Output limit.")] = 256,
-    concurrency: Annotated[int, typer.Option(help="Requests under way at a time.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling noise.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Always generate max-tokens.")] = False,
-    api_key: Annotated[str | None, typer.Option(envvar="DSPARK_API_KEY")] = None,
-    as_json: Json = False,
-) -> None:
-    """TTFT, TPOT, throughput and accept length as `sglang.bench_serving` defines them.
-
-    Example: dspark bench serving --prompts data/prompts/heldout.jsonl --limit 8 --max-tokens 64
-    """
-    from rich.console import Console
-
-    from dspark.bench.prompt_sets import read_sets
-    from dspark.bench.report import environment
-    from dspark.bench.serving import measure
-
-    every = [one for rows in read_sets(prompts).values() for one in rows]
-    report = measure(
-        address,
-        list(every[:limit]),
-        max_tokens=max_tokens,
-        concurrency=concurrency,
-        temperature=temperature,
-        seed=seed,
-        ignore_eos=ignore_eos,
-        api_key=api_key,
-    )
-    Console().print(report.table())
-    finish({**report.to_dict(), "environment": environment()}, as_json)
 
 
 def _bench_step(
@@ -327,7 +293,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     app.command("serve")(_serve)
     bench = typer.Typer(help="Measure.", no_args_is_help=True)
-    bench.command("serving")(_bench_serving)
+    bench.command("serving")(bench_serving)
     bench.command("step")(_bench_step)
     bench.command("objective")(_bench_objective)
     bench.command("roofline")(_bench_roofline)

@@ -1,6 +1,7 @@
 """Decoding one prompt with target and draft: the very loop that training, evaluation, export
 check and server share."""
 
+from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
 from dspark.decoding.plain import decode_plain
 from dspark.decoding.reference_step import ReferenceStep, StepResult, draft_limit
@@ -8,9 +9,11 @@ from dspark.decoding.replay import replay
 from dspark.decoding.sampling import SamplingParams
 
 __all__ = [
+    "MAX_TOP_LOGPROBS",
     "Commit",
     "Completion",
     "DecodeParams",
+    "Logprob",
     "ReferenceStep",
     "SamplingParams",
     "StepResult",

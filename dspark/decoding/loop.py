@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dspark.acceptance import AcceptStats
+from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.reference_step import ReferenceStep, draft_limit
 from dspark.decoding.sampling import SamplingParams
 from dspark.draft import DSparkDraftModel
@@ -25,7 +26,7 @@ class DecodeParams:
     """What a request may set.
 
     Raises:
-        ConfigError: max_new_tokens is below 1.
+        ConfigError: max_new_tokens is below 1, or top_logprobs out of range.
     """
 
     max_new_tokens: int
@@ -35,11 +36,16 @@ class DecodeParams:
     ignore_eos: bool = False
     """Do not stop at the target's end ids (``stop_ids`` still count)."""
     num_draft_tokens: int | None = None
-    """Proposals a round; None: `draft_limit`'s default."""
+    """Proposals a round; None: `draft_limit`'s default; 0: as if there were no draft."""
     confidence_threshold: float = 0.0
     """Cut the proposals before the first slot below it; 0 never cuts."""
+    top_logprobs: int | None = None
+    """Log probabilities of the tokens, with so many alternatives; None: none are computed."""
 
     def __post_init__(self) -> None:
+        top = self.top_logprobs
+        if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
+            raise ConfigError(f"top_logprobs must lie in 0..{MAX_TOP_LOGPROBS}, got {top}")
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
 
@@ -56,6 +62,8 @@ class Commit:
     num_accepted: int
     step_s: float
     """Time the prefill or the round took."""
+    logprobs: list[Logprob] | None = None
+    """One a token, where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +133,11 @@ def stream(
     stops = stop_ids(target, params)
     step = ReferenceStep(
         target,
-        draft,
+        draft if params.num_draft_tokens != 0 else None,
         params.sampling,
         num_draft_tokens=params.num_draft_tokens,
         confidence_threshold=params.confidence_threshold,
+        top_logprobs=params.top_logprobs,
     )
     begun = time.perf_counter()
     tokens = [step.prefill(torch.tensor(prompt_ids, dtype=torch.int64))]
@@ -139,8 +148,9 @@ def stream(
         tokens = tokens[:cut]
         left -= len(tokens)
         reason = "stop" if cut is not None else "length" if left == 0 else None
-        now = time.perf_counter()
-        yield Commit(tokens, reason, proposed, min(accepted, len(tokens)), now - begun)
+        took = time.perf_counter() - begun
+        logprobs = step.logprobs[:cut] if step.logprobs is not None else None
+        yield Commit(tokens, reason, proposed, min(accepted, len(tokens)), took, logprobs)
         if reason is not None:
             return
         begun = time.perf_counter()
@@ -156,7 +166,7 @@ def decode(
 ) -> Completion:
     """`stream`, gathered. Raises as `stream` does."""
     limit = 0
-    if draft is not None:
+    if draft is not None and params.num_draft_tokens != 0:
         limit = draft_limit(draft.block_size, params.num_draft_tokens, params.confidence_threshold)
     stats = AcceptStats(limit)
     tokens: list[int] = []

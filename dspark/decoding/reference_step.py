@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dspark.decoding.logprobs import Logprob, logprobs_of
 from dspark.decoding.sampling import SamplingParams, pick, pick_candidate
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
@@ -112,6 +113,8 @@ class Proposer:
 class ReferenceStep:
     """Decoding state of one sequence. Without a draft every round is one target step.
 
+    ``top_logprobs``: keep `logprobs` of the tokens, with so many alternatives; None: don't.
+
     Raises:
         ConfigError: `draft_limit` refuses the settings.
     """
@@ -124,9 +127,14 @@ class ReferenceStep:
         *,
         num_draft_tokens: int | None = None,
         confidence_threshold: float = 0.0,
+        top_logprobs: int | None = None,
     ) -> None:
         self.target = target
         self.params = params
+        self.logprobs: list[Logprob] | None = None
+        """Of the tokens that `prefill` or `commit` added last."""
+        self._top_logprobs = top_logprobs
+        self._logits: Tensor | None = None
         self.limit = 0
         self._proposer: Proposer | None = None
         if draft is not None:
@@ -147,6 +155,8 @@ class ReferenceStep:
             self._proposer.extend(rows.taps)
         where = torch.tensor([self._cache.length], device=self.target.device)
         self._anchor = pick(rows.logits, self.params, where)[0]
+        if self._top_logprobs is not None:
+            self.logprobs = logprobs_of(rows.logits, [int(self._anchor)], self._top_logprobs)
         return int(self._anchor)
 
     def step(self, max_tokens: int | None = None) -> StepResult:
@@ -166,6 +176,7 @@ class ReferenceStep:
     def verify(self, proposals: Tensor) -> tuple[Tensor, Tensor]:
         """The target's choices [n+1] behind the anchor and each proposal, and the rows' taps."""
         rows = self.target.verify(self._cache, torch.cat([self._anchor[None], proposals]))
+        self._logits = rows.logits if self._top_logprobs is not None else None
         offsets = torch.arange(1, len(proposals) + 2, device=proposals.device)
         return pick(rows.logits, self.params, self.position + offsets), rows.taps
 
@@ -177,4 +188,7 @@ class ReferenceStep:
         if self._proposer is not None:
             self._proposer.extend(taps[: kept + 1])
         self._anchor = choices[kept]
-        return StepResult(choices[: kept + 1].tolist(), len(proposals), kept)
+        token_ids = choices[: kept + 1].tolist()
+        if self._top_logprobs is not None and self._logits is not None:
+            self.logprobs = logprobs_of(self._logits[: kept + 1], token_ids, self._top_logprobs)
+        return StepResult(token_ids, len(proposals), kept)

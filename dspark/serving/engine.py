@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+from dspark.acceptance import AcceptStats
 from dspark.decoding import Commit, DecodeParams, draft_limit, stream
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError, DSparkError, RunError
 from dspark.serving.metrics import Metrics
 from dspark.serving.request import (
-    Delta,
     Event,
     Failed,
     Finished,
@@ -32,13 +32,17 @@ from dspark.serving.request import (
 from dspark.serving.settings import ServeSettings
 from dspark.target import Target
 
-__all__ = ["Decoder", "Draining", "Engine", "QueueFull", "end_ids", "proposals"]
+__all__ = ["Decoder", "Draining", "Engine", "NameTaken", "QueueFull", "end_ids", "proposals"]
 
 log = logging.getLogger(__name__)
 
 
 class QueueFull(RunError):
     """As many requests wait as may."""
+
+
+class NameTaken(RunError):
+    """Two requests may not go by one name at a time."""
 
 
 class Draining(RunError):
@@ -54,12 +58,14 @@ class Decoder:
         stream: as `decoding.stream`; closing what it returns leaves the device quiet.
         context: positions of a prompt and its output together; None: as many as the target knows.
         most_stops: ids that may end an output, the model's own among them; None: any number.
+        logprobs: whether commits can have them.
     """
 
     name: str
     stream: Callable[[Sequence[int], DecodeParams], Iterator[Commit]]
     context: int | None = None
     most_stops: int | None = None
+    logprobs: bool = False
 
 
 class Engine:
@@ -82,7 +88,9 @@ class Engine:
         self.target = target
         self.draft = draft
         self.settings = settings or ServeSettings()
-        self.decoder = decoder or Decoder("reference", self._reference, self.settings.context)
+        self.decoder = decoder or Decoder(
+            "reference", self._reference, self.settings.context, logprobs=True
+        )
         # a copy: fast tokenizers refuse to be used from two threads at the same time
         self._tokenizer = copy.deepcopy(tokenizer)
         self.num_draft_tokens = proposals(draft, self.settings)
@@ -93,6 +101,8 @@ class Engine:
         self._wake = threading.Condition()
         self._draining = False
         self._closed = False
+        self.commits = 0
+        """How often tokens became final."""
         self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="dspark-worker", daemon=True)
         self._thread.start()
@@ -103,17 +113,24 @@ class Engine:
         prompt_ids: list[int],
         params: GenerateParams,
         emit: Callable[[Event], None],
+        *,
+        rid: str | None = None,
     ) -> Job:
         """Queue a request.
+
+        ``rid``: the caller's own name for it, by which `abort` finds it as well.
 
         Raises:
             QueueFull: ``max_queue`` requests wait already.
             Draining: the engine is about to end.
+            NameTaken: another request goes by this ``rid``.
         """
-        job = Job(request_id, prompt_ids, params, emit)
+        job = Job(request_id, prompt_ids, params, emit, rid)
         with self._wake:
             if self._draining:
                 raise Draining("the server is shutting down and takes no new requests")
+            if rid is not None and any(one.rid == rid for one in self._jobs()):
+                raise NameTaken(f"another request with the rid '{rid}' is running or waiting")
             waiting = sum(not one.cancelled for one in self._queue)
             if self._running is not None and waiting >= self.settings.max_queue:
                 raise QueueFull(f"{waiting} requests are waiting, which is the limit; try later")
@@ -161,6 +178,25 @@ class Engine:
         fresh = time.monotonic() - self._beat < self.settings.stale_after_s
         return self._thread.is_alive() and fresh and not self._draining
 
+    def abort(self, name: str | None) -> list[str]:
+        """End the request of that id or ``rid`` as it stands (None: all); the ids of those found.
+
+        One that runs ends before its next step.
+        """
+        with self._wake:
+            found = [
+                job for job in self._jobs() if name is None or name in (job.request_id, job.rid)
+            ]
+            for job in found:
+                job.cancel()
+            self._wake.notify_all()
+        return [job.request_id for job in found]
+
+    def _jobs(self) -> list[Job]:
+        """Those that are not over; the lock is held."""
+        running = [self._running] if self._running is not None else []
+        return [job for job in [*running, *self._queue] if not job.cancelled]
+
     def flush(self) -> None:
         """Start the accept and step figures anew."""
         self.metrics.flush()
@@ -180,7 +216,7 @@ class Engine:
         """End the worker; a running request is ended as it stands."""
         with self._wake:
             self._draining = self._closed = True
-            for job in [*self._queue, *([self._running] if self._running else [])]:
+            for job in self._jobs():
                 job.cancel()
             self._wake.notify_all()
         self._thread.join()
@@ -214,12 +250,30 @@ class Engine:
                 self._wake.wait(0.5)
 
     def _expire(self) -> None:
-        """End queued requests whose client has gone or whose time is up."""
+        """End queued requests whose client has gone, that were aborted, or whose time is up."""
         for job in list(self._queue):
-            if job.cancelled or self._late(job):
+            if job.cancelled:
                 self._queue.remove(job)
-                message = "no turn within the server's time limit"
-                self._end(job, Failed("abort" if job.cancelled else "deadline", message))
+                self._end(job, self._unbegun(job))
+            elif self._late(job):
+                self._queue.remove(job)
+                self._end(job, Failed("deadline", "no turn within the server's time limit"))
+
+    def _unbegun(self, job: Job) -> Finished:
+        waited = time.monotonic() - job.arrived
+        return Finished(
+            text="",
+            token_ids=[],
+            finish_reason="abort",
+            stop=None,
+            num_prompt_tokens=len(job.prompt_ids),
+            stats=AcceptStats(self.num_draft_tokens),
+            queue_s=waited,
+            ttft_s=0.0,
+            total_s=waited,
+            decode_s=0.0,
+            likelihoods=None if job.params.top_logprobs is None else [],
+        )
 
     def _run(self, job: Job) -> None:
         params = job.params
@@ -228,8 +282,9 @@ class Engine:
             sampling=params.sampling,
             stop_ids=params.stop_ids | (frozenset() if params.ignore_eos else self._stop_ids),
             ignore_eos=params.ignore_eos,
-            num_draft_tokens=self.num_draft_tokens or None,
+            num_draft_tokens=(self.num_draft_tokens or None) if params.draft else 0,
             confidence_threshold=self.settings.confidence_threshold,
+            top_logprobs=params.top_logprobs,
         )
         started = time.monotonic()
         first_s = 0.0
@@ -238,6 +293,10 @@ class Engine:
             params.stop,
             self.num_draft_tokens,
             skip_special=params.skip_special,
+            keep=params.keep,
+            interval=params.interval,
+            with_logprobs=params.top_logprobs is not None,
+            trace=params.trace,
         )
         commits = self.decoder.stream(job.prompt_ids, decode)
         try:
@@ -246,6 +305,7 @@ class Engine:
                     out.abort()
                     break
                 commit = next(commits)
+                self.commits += 1
                 self._beat = time.monotonic()
                 num_tokens, num_accepted = out.take(commit)
                 if commit.num_proposed is None:
@@ -272,6 +332,8 @@ class Engine:
             queue_s=started - job.arrived,
             ttft_s=first_s,
             total_s=time.monotonic() - job.arrived,
+            decode_s=out.decode_s,
+            likelihoods=out.likelihoods,
         )
         self._end(job, end)
 
@@ -282,8 +344,8 @@ class Engine:
         return time.monotonic() - job.arrived > self.settings.deadline_s
 
     def _send(self, job: Job, out: Output) -> None:
-        if text := out.unsent():
-            job.emit(Delta(text, len(out.token_ids)))
+        for delta in out.unsent():
+            job.emit(delta)
 
     def _end(self, job: Job, end: Finished | Failed) -> None:
         self.metrics.ended(

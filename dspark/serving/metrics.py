@@ -65,6 +65,7 @@ class Metrics:
         self._block_size = block_size
         self._stats = AcceptStats(block_size)
         self._steps: deque[float] = deque(maxlen=_MAX_STEPS)
+        self._totals = {"tokens": 0, "emitted": 0, "rounds": 0, "step_s": 0.0}
         self._registry = CollectorRegistry()
         self._sources: dict[str, Counter | Gauge | Histogram] = {}
         self._add(Counter, "prompt_tokens", "Prompt tokens of finished requests.")
@@ -96,6 +97,8 @@ class Metrics:
 
     def first_token(self, seconds: float) -> None:
         """A request's first token is there, ``seconds`` after its arrival."""
+        with self._lock:
+            self._totals["tokens"] += 1
         self._of("time_to_first_token_seconds").observe(seconds)
 
     def step(self, seconds: float, proposed: int, accepted: int, emitted: int) -> None:
@@ -103,6 +106,10 @@ class Metrics:
         with self._lock:
             self._stats.add(num_proposed=proposed, num_accepted=accepted, num_emitted=emitted)
             self._steps.append(seconds)
+            for name, amount in (
+                ("tokens", emitted), ("emitted", emitted), ("rounds", 1), ("step_s", seconds),
+            ):  # fmt: skip
+                self._totals[name] += amount
         self._of("step_seconds").observe(seconds)
         for _ in range(emitted):
             self._of("inter_token_latency_seconds").observe(seconds / emitted)
@@ -144,6 +151,15 @@ class Metrics:
             "emitted": accept["emitted"],
             "step_ms": _step_ms(steps),
         }
+
+    def live(self) -> dict[str, Any]:
+        """Counters since the start, which a flush leaves alone, and acceptance since the flush.
+
+        Sorts no steps: a page asks every second, while the worker decodes. ``tokens`` counts first
+        tokens, which no step has emitted, too.
+        """
+        with self._lock:
+            return {**self._totals, "flushed": self._stats.summary()}
 
     def render(self, *, running: int, waiting: int) -> bytes:
         """Prometheus text exposition."""

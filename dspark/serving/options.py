@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["CALLER_LABELS", "NEUTRAL_VALUES"]
 
 CALLER_LABELS = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "rid", "request_id"}
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "request_id"}
 )
 """Names for the caller's own bookkeeping; no value of theirs asks for anything."""
 
@@ -35,11 +35,6 @@ _COMMON: dict[str, tuple[Any, ...]] = {
 
 _CHAT: dict[str, tuple[Any, ...]] = {
     **_COMMON,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -52,21 +47,18 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "separate_reasoning": (False,),
+    "stream_reasoning": (True,),
 }
 
 _COMPLETION: dict[str, tuple[Any, ...]] = {
     **_COMMON,
     "best_of": (1,),
-    "logprobs": (False,),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
 }
 
 _GENERATE: dict[str, tuple[Any, ...]] = {
-    "return_logprob": (False,),
     "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
     "token_ids_logprob": (),
     "return_text_in_logprobs": (False,),
     "return_hidden_states": (False,),
@@ -92,8 +84,6 @@ _NATIVE_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 
 _MESSAGE: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "refusal": (),
     "audio": (),
@@ -107,5 +97,16 @@ NEUTRAL_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "GenerateRequest": _GENERATE,
     "NativeSampling": _NATIVE_SAMPLING,
     "StreamOptions": {"include_obfuscation": (False,)},
+    "AbortRequest": {"finished_reason": (), "abort_message": ()},
+    "TokenizeRequest": {
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "mm_processor_kwargs": (),
+    },
+    "DetokenizeRequest": {},
+    "Tool": {},
+    "ToolFunction": {"strict": (False,)},
+    "ToolCall": {"index": tuple(range(128))},
+    "CalledFunction": {},
 }
 """By the name of the request model."""

@@ -7,27 +7,46 @@ with the value that changes nothing, anything else is a 400 that names the optio
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from dspark.decoding import MAX_TOP_LOGPROBS
 from dspark.errors import nearest, wanted
 from dspark.serving.options import CALLER_LABELS, NEUTRAL_VALUES
 
 __all__ = [
+    "AbortRequest",
     "ApiError",
+    "CalledFunction",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
+    "DetokenizeRequest",
     "GenerateRequest",
     "NativeSampling",
     "StreamOptions",
+    "TokenizeRequest",
+    "Tool",
+    "ToolCall",
+    "ToolFunction",
     "parse",
 ]
 
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 4
+SMALLEST = 1e-6
+"""Of temperature and top_p: below, float32 divides by zero or leaves no token."""
 
 
 class ApiError(Exception):
@@ -70,9 +89,9 @@ def _stops(value: Any) -> Any:
     return stops
 
 
-def _stop_ids(value: Any) -> Any:
+def _id_list(value: Any) -> Any:
     if not _token_ids(value):
-        raise PydanticCustomError("stop_token_ids", "must be a list of token ids")
+        raise PydanticCustomError("token_ids", "must be a list of token ids")
     return value
 
 
@@ -114,14 +133,102 @@ def _prompt(value: Any) -> Any:
     return value
 
 
+def _arguments(value: Any) -> Any:
+    """The object that OpenAI has as a text and chat templates as an object."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("arguments", "must be the text of a JSON object")
+    return value
+
+
+def _not_too_small(value: float) -> float:
+    if 0 < value < SMALLEST:
+        raise PydanticCustomError("temperature", "must be 0 or >= {least}", {"least": SMALLEST})
+    return value
+
+
+def _unless_false(value: Any) -> Any:
+    """False asks for nothing: some clients send it where OpenAI has a number."""
+    return None if value is False else value
+
+
+def _tool_choice(value: Any) -> Any:
+    if value == "required" or isinstance(value, dict):
+        raise PydanticCustomError(
+            "tool_choice",
+            "must be 'auto' or 'none': to force a call, decoding would have to be bound to a "
+            "grammar, which this server does not do",
+        )
+    return value
+
+
 TokenCount = Annotated[int, Field(ge=1)]
-Temperature = Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)]
-TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+Temperature = Annotated[
+    float,
+    Field(ge=0.0, le=2.0, allow_inf_nan=False),
+    AfterValidator(_not_too_small),
+    WithJsonSchema(
+        {"anyOf": [{"const": 0}, {"type": "number", "minimum": SMALLEST, "maximum": 2}]}
+    ),
+]
+TopP = Annotated[float, Field(ge=SMALLEST, le=1.0, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-Stops = Annotated[list[str], BeforeValidator(_stops)]
-StopIds = Annotated[list[int], BeforeValidator(_stop_ids)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Interval = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+_STOP = {"type": "string", "minLength": 1}
+Stops = Annotated[
+    list[str],
+    BeforeValidator(_stops),
+    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
+]
+IdList = Annotated[list[int], BeforeValidator(_id_list)]
+_TEXT_PARTS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["type", "text"],
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "additionalProperties": False,
+    },
+}
+Content = Annotated[
+    str | None,
+    BeforeValidator(_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _TEXT_PARTS, {"type": "null"}]}),
+]
+_IDS = {"type": "array", "items": {"type": "integer"}}
+_ONE_PROMPT = {"type": "array", "minItems": 1, "maxItems": 1}
+Prompt = Annotated[
+    str | list[int],
+    BeforeValidator(_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                _IDS,
+                {**_ONE_PROMPT, "items": {"anyOf": [{"type": "string"}, _IDS]}},
+            ]
+        }
+    ),
+]
+Arguments = Annotated[
+    dict[str, Any],
+    BeforeValidator(_arguments),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
+]
+ToolChoice = Annotated[
+    Literal["auto", "none"],
+    BeforeValidator(_tool_choice),
+    WithJsonSchema({"enum": ["auto", "none"]}),
+]
 
 
 class _Body(BaseModel):
@@ -146,10 +253,12 @@ class _Sampled(_Body):
     min_p: MinP | None = None
     ignore_eos: bool | None = None
     stop: Stops = []
-    stop_token_ids: StopIds = []
+    stop_token_ids: IdList = []
     """Further ids that end the output, even with ``ignore_eos``; they are no part of the text."""
     skip_special_tokens: bool | None = None
     """False: special tokens of the output stand in its text."""
+    dspark_draft: bool | None = None
+    """False: decode as if there were no draft; the tokens are the same."""
 
 
 class _OpenAI(_Sampled):
@@ -160,15 +269,65 @@ class _OpenAI(_Sampled):
     seed: Seed | None = None
     return_token_ids: bool | None = None
     """Ids of prompt and output beside the text, as vLLM gives them."""
+    stream_interval: Interval | None = None
+    """Tokens of one event of a stream; None: one event a step."""
+    rid: Name | None = None
+    """The caller's own name for the request, for /abort_request."""
+    dspark_tokens: bool | None = None
+    """With ``stream``: each chunk says which of its text accepted draft tokens made."""
+
+
+class ToolFunction(_Body):
+    """`function` of a tool."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
+
+
+class Tool(_Body):
+    """What the model may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class CalledFunction(_Body):
+    """`function` of a call."""
+
+    name: str
+    arguments: Arguments
+
+
+class ToolCall(_Body):
+    """A call of an earlier turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class ChatMessage(_Body):
     """One turn. `developer` is read as `system`, as OpenAI defines it."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    """Of a `tool` message: the call that it answers."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("message", "needs 'content'")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("message", "may have 'tool_calls' only as an assistant's")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise PydanticCustomError("message", "may have a 'tool_call_id' only as a tool's")
+        return self
 
 
 class ChatRequest(_OpenAI):
@@ -178,12 +337,21 @@ class ChatRequest(_OpenAI):
     max_completion_tokens: TokenCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as a thinking switch."""
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: list[Tool] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    """False leaves reasoning in the content, as SGLang has it."""
 
 
 class CompletionRequest(_OpenAI):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Prompt
+    logprobs: Annotated[TopLogprobs | None, BeforeValidator(_unless_false)] = None
+    """How many alternatives; 0: those of the chosen tokens alone."""
 
 
 class NativeSampling(_Sampled):
@@ -191,6 +359,7 @@ class NativeSampling(_Sampled):
 
     max_new_tokens: TokenCount | None = None
     sampling_seed: Seed | None = None
+    stream_interval: Interval | None = None
 
 
 class GenerateRequest(_Body):
@@ -200,12 +369,48 @@ class GenerateRequest(_Body):
     input_ids: list[int] | None = None
     sampling_params: NativeSampling = NativeSampling()
     stream: bool | None = None
+    rid: Name | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: TopLogprobs | None = None
 
 
-_PARTS: dict[str, type[_Body]] = {
-    "messages": ChatMessage,
-    "stream_options": StreamOptions,
-    "sampling_params": NativeSampling,
+class AbortRequest(_Body):
+    """POST /abort_request, as SGLang has it."""
+
+    rid: str | None = None
+    """A request's own ``rid``, or the id that it was given."""
+    abort_all: bool | None = None
+
+
+class TokenizeRequest(_Body):
+    """POST /tokenize, as vLLM has it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[Tool] = []
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    """None: true for a prompt, false for messages, whose template writes them itself."""
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Body):
+    """POST /detokenize, as vLLM has it."""
+
+    model: str | None = None
+    tokens: IdList
+
+
+_PARTS: dict[type[_Body], dict[str, type[_Body]]] = {
+    ChatRequest: {"messages": ChatMessage, "stream_options": StreamOptions, "tools": Tool},
+    CompletionRequest: {"stream_options": StreamOptions},
+    GenerateRequest: {"sampling_params": NativeSampling},
+    TokenizeRequest: {"messages": ChatMessage, "tools": Tool},
+    ChatMessage: {"tool_calls": ToolCall},
+    Tool: {"function": ToolFunction},
+    ToolCall: {"function": CalledFunction},
 }
 """Options that are objects (or lists of them) with options of their own."""
 
@@ -219,15 +424,6 @@ def parse(model: type[Model], raw: bytes) -> Model:
         ApiError: 400; the message names the option and what would be right.
     """
     body = _without_neutral(model, _read_json(raw), "")
-    for name, part in _PARTS.items():
-        value = body.get(name)
-        if isinstance(value, dict):
-            body[name] = _without_neutral(part, value, f"{name}.")
-        elif isinstance(value, list):
-            body[name] = [
-                _without_neutral(part, one, f"{name}.{index}.") if isinstance(one, dict) else one
-                for index, one in enumerate(value)
-            ]
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -278,6 +474,17 @@ def _without_neutral(model: type[_Body], body: dict[str, Any], place: str) -> di
                 param=place + name[:100],
                 code="unknown_parameter",
             )
+    for name, part in _PARTS.get(model, {}).items():
+        value = kept.get(name)
+        if isinstance(value, dict):
+            kept[name] = _without_neutral(part, value, f"{place}{name}.")
+        elif isinstance(value, list):
+            kept[name] = [
+                _without_neutral(part, one, f"{place}{name}.{index}.")
+                if isinstance(one, dict)
+                else one
+                for index, one in enumerate(value)
+            ]
     return kept
 
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from dspark.acceptance import AcceptStats
 from dspark.decoding import Commit, SamplingParams
+from dspark.serving.likelihood import Likelihood, TokenNames
+from dspark.serving.origin import Origins, Trace
 from dspark.serving.stream import Piece, TextStream
 
 __all__ = [
@@ -37,15 +39,29 @@ class GenerateParams:
     ignore_eos: bool = False
     skip_special: bool = True
     """Leave special tokens out of the text."""
+    keep: frozenset[int] = frozenset()
+    """Special tokens that stand in it nevertheless: marks that its reader needs."""
+    interval: int | None = None
+    """Tokens of one `Delta`; None: as many as became final together."""
+    top_logprobs: int | None = None
+    """As `DecodeParams` has it."""
+    draft: bool = True
+    """False: decode as if there were no draft."""
+    trace: bool = False
+    """Say of each piece of text whether its token came from the draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of a running request."""
+    """New text of a running request; with an interval it may be empty."""
 
     text: str
     num_tokens: int
     """Tokens of the output so far, those whose text is still held back included."""
+    likelihoods: list[Likelihood] | None = None
+    """Of the tokens since the last one, where they were asked for."""
+    trace: Trace | None = None
+    """Where the new text came from, if that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +79,17 @@ class Finished:
     ttft_s: float
     """From arrival to the first token, queue and prefill included; 0 when there was none."""
     total_s: float
+    decode_s: float
+    """Time of its steps, the prefill's not included."""
+    likelihoods: list[Likelihood] | None = None
+    """Of all tokens, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The request could not be carried out; the engine goes on."""
 
-    reason: Literal["error", "deadline", "abort"]
+    reason: Literal["error", "deadline"]
     message: str
 
 
@@ -84,6 +104,8 @@ class Job:
     prompt_ids: list[int]
     params: GenerateParams
     emit: Callable[[Event], None]
+    rid: str | None = None
+    """The caller's own name for it."""
     arrived: float = field(default_factory=time.monotonic)
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -106,29 +128,48 @@ class Output:
         block_size: int,
         *,
         skip_special: bool = True,
+        keep: frozenset[int] = frozenset(),
+        interval: int | None = None,
+        with_logprobs: bool = False,
+        trace: bool = False,
     ) -> None:
         self.text = ""
         self.token_ids: list[int] = []
         self.stats = AcceptStats(block_size)
         self.stop: str | None = None
         self.finish_reason: FinishReason | None = None
-        self._stream = TextStream(tokenizer, stops, skip_special=skip_special)
-        self._sent = 0
+        self.decode_s = 0.0
+        self._stream = TextStream(tokenizer, stops, skip_special=skip_special, keep=keep)
+        self._interval = interval
+        self._origins = Origins() if trace else None
+        self.likelihoods: list[Likelihood] | None = [] if with_logprobs else None
+        self._names = TokenNames(tokenizer)
+        self._sent = self._sent_tokens = 0
+        self._due: list[tuple[int, int]] = []  # length of the text, and tokens, of whole intervals
 
     def take(self, commit: Commit) -> tuple[int, int]:
         """Add a commit; (tokens that count, accepted proposals among them)."""
         ids = commit.token_ids
         # a stop id ends the text, it is none
-        piece = self._stream.push(ids[:-1] if commit.finish_reason == "stop" else ids)
-        self._add(piece)
+        readable = ids[:-1] if commit.finish_reason == "stop" else ids
+        num_accepted = 0 if commit.num_proposed is None else commit.num_accepted
+        begins: list[int] = []
+        num_tokens = self._push(readable, num_accepted, begins)
+        begins.append(self._stream.num_chars)
         if self.stop is not None:
-            ids = ids[: piece.num_tokens]
+            ids = ids[:num_tokens]
         elif commit.finish_reason is not None:
             self.finish_reason = "stop" if commit.finish_reason == "stop" else "length"
             self._add(self._stream.flush())
         self.token_ids += ids
+        if self.likelihoods is not None:
+            # the token that ends the output has no text and begins behind it
+            self.likelihoods += map(
+                self._names.likelihood, (commit.logprobs or [])[: len(ids)], begins
+            )
         if commit.num_proposed is None:
             return len(ids), 0
+        self.decode_s += commit.step_s
         accepted = min(commit.num_accepted, len(ids))
         self.stats.add(
             num_proposed=commit.num_proposed, num_accepted=accepted, num_emitted=len(ids)
@@ -140,10 +181,47 @@ class Output:
         self.finish_reason = "abort"
         self._add(self._stream.flush())
 
-    def unsent(self) -> str:
-        """Text that was not asked for yet."""
-        new, self._sent = self.text[self._sent :], len(self.text)
-        return new
+    def unsent(self) -> list[Delta]:
+        """What was not asked for yet."""
+        due, self._due = self._due, []
+        deltas = [self._delta(chars, num_tokens) for chars, num_tokens in due]
+        # with an interval this is what its last one left, or held back
+        rest = self._interval is None or self.finish_reason is not None
+        if rest and len(self.text) > self._sent:
+            deltas.append(self._delta(len(self.text), len(self.token_ids)))
+        return deltas
+
+    def _delta(self, chars: int, num_tokens: int) -> Delta:
+        text, self._sent = self.text[self._sent : chars], chars
+        since, self._sent_tokens = self._sent_tokens, num_tokens
+        return Delta(
+            text,
+            num_tokens,
+            None if self.likelihoods is None else self.likelihoods[since:num_tokens],
+            None if self._origins is None else self._origins.upto(text, num_tokens),
+        )
+
+    def _push(self, ids: list[int], num_accepted: int, begins: list[int]) -> int:
+        """Add the text of these tokens; how many of them count.
+
+        Where it is asked for by token, ``begins`` gets where the text of each begins.
+        """
+        if self._interval is None and self.likelihoods is None and self._origins is None:
+            piece = self._stream.push(ids)
+            self._add(piece)
+            return piece.num_tokens
+        # the text does not depend on where the pushes are cut
+        for index, token_id in enumerate(ids):
+            begins.append(self._stream.num_chars)
+            self._add(self._stream.push([token_id]))
+            if self._origins is not None:
+                self._origins.add(self._stream.num_chars, index < num_accepted)
+            num_tokens = len(self.token_ids) + index + 1
+            if self._interval is not None and num_tokens % self._interval == 0:
+                self._due.append((len(self.text), num_tokens))
+            if self.stop is not None:
+                return index + 1
+        return len(ids)
 
     def _add(self, piece: Piece) -> None:
         self.text += piece.text

@@ -4,17 +4,23 @@ Beside OpenAI's fields there is one of our own, `dspark`: the sampling that was 
 many drafted tokens were kept.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dspark.acceptance import AcceptStats
+from dspark.serving.answer import Answer, Part
+from dspark.serving.calls import Call
+from dspark.serving.likelihood import Likelihood, as_chat, as_native, as_text
+from dspark.serving.origin import Trace
 from dspark.serving.prepare import Work
 from dspark.serving.request import Delta, Finished
 
 __all__ = ["Shape", "native_chunk", "usage"]
 
 
-def usage(prompt: int, completion: int, stats: AcceptStats | None = None) -> dict[str, Any]:
+def usage(
+    prompt: int, completion: int, stats: AcceptStats | None = None, reasoning: int = 0
+) -> dict[str, Any]:
     """Token counts. Rejected proposals are not part of the completion."""
     counts: dict[str, Any] = {
         "prompt_tokens": prompt,
@@ -25,7 +31,7 @@ def usage(prompt: int, completion: int, stats: AcceptStats | None = None) -> dic
         counts["completion_tokens_details"] = {
             "accepted_prediction_tokens": stats.accepted,
             "rejected_prediction_tokens": stats.proposed - stats.accepted,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reasoning,
         }
     return counts
 
@@ -42,15 +48,25 @@ class Shape:
     with_ids: bool = False
     """Ids of prompt and output go with the whole response."""
 
-    def whole(self, end: Finished) -> dict[str, Any]:
+    def whole(self, end: Finished, answer: Answer, reasoning_tokens: int = 0) -> dict[str, Any]:
         """The response of a request without streaming."""
         if self.kind == "chat":
-            content: dict[str, Any] = {
-                "message": {"role": "assistant", "content": end.text, "refusal": None}
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": answer.content or (None if answer.calls else ""),
+                "refusal": None,
+                "reasoning_content": answer.reasoning or None,
             }
+            if answer.calls:
+                message["tool_calls"] = [
+                    self._call(call, index) for index, call in enumerate(answer.calls)
+                ]
+            content: dict[str, Any] = {"message": message}
         else:
-            content = {"text": end.text}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": end.finish_reason}
+            content = {"text": answer.content}
+        reason = _reason(end, bool(answer.calls))
+        logprobs = self._logprobs(end.likelihoods)
+        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
         name = "chat.completion" if self.kind == "chat" else "text_completion"
         prompt: dict[str, Any] = {}
         if self.with_ids:
@@ -61,7 +77,7 @@ class Shape:
             **self._head(name),
             **prompt,
             "choices": [choice],
-            "usage": usage(end.num_prompt_tokens, len(end.token_ids), end.stats),
+            "usage": self._usage(end, reasoning_tokens),
             "dspark": self._figures(end),
         }
 
@@ -71,25 +87,47 @@ class Shape:
             return None
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
 
-    def text(self, text: str) -> dict[str, Any]:
-        """A chunk with text."""
-        return self._chunk(self._content(text), None)
+    def part(
+        self,
+        part: Part,
+        num_calls: int = 0,
+        likelihoods: list[Likelihood] | None = None,
+        trace: Trace | None = None,
+    ) -> dict[str, Any]:
+        """A chunk with a part of the answer; ``num_calls`` came before it."""
+        if self.kind == "text":
+            content: dict[str, Any] = {"text": part.text}
+        elif part.call is not None:
+            call = {"index": num_calls, **self._call(part.call, num_calls)}
+            content = {"delta": {"tool_calls": [call]}}
+        else:
+            name = "reasoning_content" if part.kind == "reasoning" else "content"
+            content = {"delta": {name: part.text}}
+        chunk = self._chunk(content, None, likelihoods)
+        return chunk if trace is None else {**chunk, "dspark": asdict(trace)}
 
-    def closing(self, end: Finished) -> dict[str, Any]:
+    def closing(
+        self, end: Finished, num_calls: int = 0, likelihoods: list[Likelihood] | None = None
+    ) -> dict[str, Any]:
         """The chunk with the finish reason."""
         content: dict[str, Any] = {"delta": {}} if self.kind == "chat" else {"text": ""}
-        return {**self._chunk(content, end.finish_reason), "dspark": self._figures(end)}
+        reason = _reason(end, num_calls > 0)
+        return {**self._chunk(content, reason, likelihoods), "dspark": self._figures(end)}
 
-    def counts(self, end: Finished) -> dict[str, Any]:
+    def counts(self, end: Finished, reasoning_tokens: int) -> dict[str, Any]:
         """The chunk without choices that `stream_options.include_usage` asks for."""
         return {
             **self._chunk({}, None),
             "choices": [],
-            "usage": usage(end.num_prompt_tokens, len(end.token_ids), end.stats),
+            "usage": self._usage(end, reasoning_tokens),
         }
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}} if self.kind == "chat" else {"text": text}
+    def _usage(self, end: Finished, reasoning_tokens: int) -> dict[str, Any]:
+        return usage(end.num_prompt_tokens, len(end.token_ids), end.stats, reasoning_tokens)
+
+    def _call(self, call: Call, index: int) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call_{self.request_id}_{index}", "type": "function", "function": function}
 
     def _head(self, name: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
@@ -100,9 +138,20 @@ class Shape:
             "model": self.model,
         }
 
-    def _chunk(self, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    def _logprobs(self, likelihoods: list[Likelihood] | None) -> dict[str, Any] | None:
+        if likelihoods is None:
+            return None
+        return as_chat(likelihoods) if self.kind == "chat" else as_text(likelihoods)
+
+    def _chunk(
+        self,
+        content: dict[str, Any],
+        reason: str | None,
+        likelihoods: list[Likelihood] | None = None,
+    ) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+        logprobs = self._logprobs(likelihoods)
+        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head(name), "choices": [choice]}
 
     def _figures(self, end: Finished) -> dict[str, Any]:
@@ -114,18 +163,32 @@ class Shape:
             "stop": end.stop,
             "queue_ms": 1000 * end.queue_s,
             "ttft_ms": 1000 * end.ttft_s,
+            "decode_ms": 1000 * end.decode_s,
             "total_ms": 1000 * end.total_s,
         }
 
 
-def native_chunk(request_id: str, work: Work, text: str, event: Delta | Finished) -> dict[str, Any]:
-    """An event in SGLang's shape; ``text`` is all text so far."""
+def _reason(end: Finished, called: bool) -> str:
+    """A model that called ends by itself; an output that was cut stays cut."""
+    return "tool_calls" if called and end.finish_reason == "stop" else end.finish_reason
+
+
+def native_chunk(
+    request_id: str,
+    work: Work,
+    text: str,
+    event: Delta | Finished,
+    likelihoods: list[Likelihood] | None = None,
+) -> dict[str, Any]:
+    """An event in SGLang's shape; ``text`` and ``likelihoods`` are all so far."""
     info: dict[str, Any] = {
         "id": request_id,
         "prompt_tokens": len(work.prompt_ids),
         "cached_tokens": 0,
         "finish_reason": None,
     }
+    if likelihoods is not None:
+        info |= as_native(likelihoods, top=bool(work.params.top_logprobs))
     if isinstance(event, Delta):
         return {"text": text, "meta_info": {**info, "completion_tokens": event.num_tokens}}
     reason: dict[str, Any] = {"type": event.finish_reason}

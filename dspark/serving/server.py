@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -18,11 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import dspark
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
+from dspark.serving.api import Api, new_request_id, request_id_of
 from dspark.serving.choice import choose
 from dspark.serving.engine import Engine
+from dspark.serving.openapi import document
+from dspark.serving.page import page_router
 from dspark.serving.prepare import Preparer
 from dspark.serving.protocol import ApiError
-from dspark.serving.routes import Api, new_request_id, request_id_of, router
+from dspark.serving.routes import router
 from dspark.serving.settings import ServeSettings
 from dspark.target import Target
 
@@ -47,14 +51,17 @@ def create_app(
             engine.settings,
             engine.context,
             most_stops=engine.decoder.most_stops,
+            logprobs=engine.decoder.logprobs,
         ),
         model_name=model_name or engine.target.name,
         tokenizer_path=str(getattr(tokenizer, "name_or_path", "") or engine.target.name),
         api_key=api_key,
     )
-    # no generated documentation: bodies are read by `protocol.parse`, which FastAPI cannot see
-    app = FastAPI(title="dspark", version=dspark.__version__, openapi_url=None)
+    # no pages: they would load scripts from elsewhere
+    app = FastAPI(title="dspark", version=dspark.__version__, docs_url=None, redoc_url=None)
     app.include_router(router(api))
+    app.include_router(page_router(api))
+    app.openapi = cache(partial(document, app))  # type: ignore[method-assign]
     app.add_middleware(_RequestId)
 
     @app.exception_handler(ApiError)

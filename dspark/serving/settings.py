@@ -40,6 +40,8 @@ class ServeSettings:
     """/health fails when the worker has made no progress for this long."""
     drain_s: float = 30.0
     """After SIGTERM, how long running and waiting requests may take to finish."""
+    keepalive_s: float = 15.0
+    """A stream of OpenAI's routes that was silent for this long gets a comment; 0: never."""
     max_body_bytes: int = 4 << 20
     """Largest request body."""
 
@@ -57,6 +59,10 @@ class ServeSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"serve.{name} must be a number of seconds > 0, got {value}")
+        if not (math.isfinite(self.keepalive_s) and self.keepalive_s >= 0):
+            raise ConfigError(
+                f"serve.keepalive_s must be a number of seconds >= 0, got {self.keepalive_s}"
+            )
         if not 0.0 <= self.confidence_threshold <= 1.0:
             raise ConfigError(
                 f"serve.confidence_threshold must be in 0..1, got {self.confidence_threshold}"

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Detokenizer", "Piece", "StopMatcher", "TextStream"]
+__all__ = [
+    "Detokenizer",
+    "Piece",
+    "StopMatcher",
+    "TextStream",
+    "num_tokens_of",
+    "possible_start",
+    "special_ids",
+]
 
 REPLACEMENT = "\ufffd"
 """What a tokenizer decodes to where bytes are missing or wrong."""
@@ -25,16 +33,24 @@ class Detokenizer:
     the run is incomplete, which is why all trailing ones are held, not just the last.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special: bool = True) -> None:
-        """``tokenizer``: of transformers; ``skip_special``: no special tokens in the text."""
+    def __init__(
+        self, tokenizer: Any, *, skip_special: bool = True, keep: frozenset[int] = frozenset()
+    ) -> None:
+        """``tokenizer``: of transformers; ``skip_special``: no special tokens in the text.
+
+        ``keep``: special tokens that stand in the text nevertheless.
+        """
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._skip_special = skip_special and not keep
+        self._dropped = special_ids(tokenizer) - keep if skip_special and keep else frozenset()
         self._prefix: list[int] = []
         self._prefix_text = ""
         self._pending: list[int] = []
         self._sent = 0  # characters of decode(prefix + pending) that were returned already
 
     def _decode(self, ids: list[int]) -> str:
+        if self._dropped:
+            ids = [one for one in ids if one not in self._dropped]
         text: str = self._tokenizer.decode(
             ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
         )
@@ -62,6 +78,28 @@ class Detokenizer:
         new, self._sent = text[self._sent :], len(text)
         return new
 
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """What is final of the text of these ids alone."""
+        return self._decode(list(token_ids)).rstrip(REPLACEMENT)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that `skip_special_tokens` leaves out."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(token_id for token_id, token in added if token.special)
+
+
+def num_tokens_of(detokenizer: Detokenizer, token_ids: Sequence[int], chars: int) -> int:
+    """How many of the tokens it takes until the text has ``chars`` characters."""
+    low, high = 0, len(token_ids)
+    while low < high:
+        middle = (low + high) // 2
+        if len(detokenizer.whole(token_ids[:middle])) >= chars:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
 
 class StopMatcher:
     """Finds the first stop string in text that arrives in pieces.
@@ -87,7 +125,7 @@ class StopMatcher:
             _, start, self.matched = min(found)
             self._held = ""
             return text[:start]
-        keep = self._possible_start(text)
+        keep = possible_start(text, self._stops)
         self._held = text[keep:]
         return text[:keep]
 
@@ -96,13 +134,15 @@ class StopMatcher:
         text, self._held = self._held, ""
         return text
 
-    def _possible_start(self, text: str) -> int:
-        longest = max((len(stop) for stop in self._stops), default=0)
-        for at in range(max(0, len(text) - longest + 1), len(text)):
-            tail = text[at:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return at
-        return len(text)
+
+def possible_start(text: str, markers: Sequence[str]) -> int:
+    """Where a marker may have begun that is not complete yet; the text's length if none has."""
+    longest = max((len(marker) for marker in markers), default=0)
+    for at in range(max(0, len(text) - longest + 1), len(text)):
+        tail = text[at:]
+        if any(marker.startswith(tail) for marker in markers):
+            return at
+    return len(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +161,17 @@ class TextStream:
     """Detokeniser and stop matcher in a row."""
 
     def __init__(
-        self, tokenizer: Any, stops: Sequence[str] = (), *, skip_special: bool = True
+        self,
+        tokenizer: Any,
+        stops: Sequence[str] = (),
+        *,
+        skip_special: bool = True,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
+        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special, keep=keep)
         self._matcher = StopMatcher(stops) if stops else None
+        self.num_chars = 0
+        """Of the text so far, what a stop string holds back included."""
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take the tokens of one commit.
@@ -133,10 +180,14 @@ class TextStream:
         token that completes the string is the last that counts, wherever the block ends.
         """
         if self._matcher is None:
-            return Piece(self._detokenizer.push(token_ids), len(token_ids), None)
+            text = self._detokenizer.push(token_ids)
+            self.num_chars += len(text)
+            return Piece(text, len(token_ids), None)
         text = ""
         for index, token_id in enumerate(token_ids):
-            text += self._matcher.push(self._detokenizer.push([token_id]))
+            new = self._detokenizer.push([token_id])
+            self.num_chars += len(new)
+            text += self._matcher.push(new)
             if self._matcher.matched is not None:
                 return Piece(text, index + 1, self._matcher.matched)
         return Piece(text, len(token_ids), None)

@@ -1,5 +1,6 @@
 """The serving benchmark: definitions by hand, a real run, and what it refuses to print."""
 
+import asyncio
 import io
 import json
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ import httpx
 import pytest
 from rich.console import Console
 
-from dspark.bench import serving as serving_module
 from dspark.bench.serving import measure
-from dspark.bench.serving_report import RequestTiming, ServingReport, check_ceiling, summarise
+from dspark.bench.serving_client import Client
+from dspark.bench.serving_report import RequestTiming, ServingReport, above_ceiling, summarise
 from dspark.errors import ConfigError, RunError
 from dspark.serving.server import running
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
@@ -110,15 +111,21 @@ def test_a_failed_request_is_counted_and_spoils_no_figure() -> None:
 )
 def test_a_figure_above_the_ceiling_is_an_error(change: dict[str, Any], name: str) -> None:
     report = summarise(by_hand(), 2.0, model="m", info=info())
-    check_ceiling(report, by_hand())
+    assert above_ceiling(report, by_hand()) is None
+    report.check()
+    said = above_ceiling(replace(report, **change), by_hand())
+    assert said is not None
+    assert said.startswith(f"{name} ")
+    assert "above its ceiling" in said
     with pytest.raises(RunError, match=f"^{name} .* above its ceiling"):
-        check_ceiling(replace(report, **change), by_hand())
+        replace(report, above_ceiling=said).check()
 
 
 def test_a_decode_faster_than_its_steps_is_an_error() -> None:
     # 8 tokens in 1.1 s of decoding cannot come from steps of 3 tokens that take 1 s
-    with pytest.raises(RunError, match="above its ceiling"):
-        summarise(by_hand(), 8.0, model="m", info=info(mean_ms=1000, min_ms=1000))
+    report = summarise(by_hand(), 8.0, model="m", info=info(mean_ms=1000, min_ms=1000))
+    with pytest.raises(RunError, match=r"decode throughput .* above its ceiling"):
+        report.check()
 
 
 def test_a_run_reports_the_published_rows_and_the_servers_own(address: str) -> None:
@@ -154,9 +161,9 @@ def test_requests_may_overlap(address: str) -> None:
 
 
 def test_another_clients_tokens_are_noticed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flush = serving_module._Client.flush
+    flush = Client.flush
 
-    async def flush_and_be_late(self: Any) -> bool:
+    async def flush_and_be_late(self: Client) -> bool:
         done = await flush(self)
         httpx.post(
             f"{address}/v1/completions",
@@ -165,7 +172,7 @@ def test_another_clients_tokens_are_noticed(address: str, monkeypatch: pytest.Mo
         )
         return done
 
-    monkeypatch.setattr(serving_module._Client, "flush", flush_and_be_late)
+    monkeypatch.setattr(Client, "flush", flush_and_be_late)
     with pytest.raises(RunError, match="another client was served in between"):
         measure(address, ["abc"], max_tokens=4, ignore_eos=True)
 
@@ -175,6 +182,41 @@ def test_a_request_the_server_refuses_is_told_in_its_words(address: str) -> None
         measure(address, ["abc"], model="other")
     with pytest.raises(ConfigError, match=r"warm-up request failed: 400: .*temperature"):
         measure(address, ["abc"], temperature=3.0)
+
+
+def told(text: str | Exception) -> RequestTiming:
+    """A request to a server that streams ``text`` or breaks off."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if isinstance(text, Exception):
+            raise text
+        return httpx.Response(200, text=text)
+
+    async def ask() -> RequestTiming:
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            return await Client(http, "m").send(CHAT, {})
+
+    return asyncio.run(ask())
+
+
+def test_a_stream_that_breaks_off_fails_one_request() -> None:
+    assert told(httpx.ReadError("reset")).error == "ReadError: reset"
+    wrong = told('data: {"choices": [{}]}\n\ndata: [1\n\n').error
+    assert wrong is not None
+    assert wrong.startswith("an event of the stream is none of OpenAI's")
+    assert told('data: {"choices": []}\n\n').error == "the stream ended without a token count"
+
+
+@pytest.mark.parametrize(
+    ("delta", "text"), [({"reasoning_content": "hm"}, "hm"), ({"tool_calls": [{"index": 0}]}, "")]
+)
+def test_reasoning_and_calls_are_chunks_of_the_output(delta: dict[str, Any], text: str) -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    chunk = {"choices": [{"delta": delta}], "usage": usage}
+    timing = told(f": keep-alive\n\ndata: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+    assert (timing.error, timing.text, timing.num_output_tokens) == (None, text, 2)
+    assert [count for _, count in timing.chunks] == [2]
 
 
 @pytest.mark.parametrize("where", ["http://127.0.0.1:9", "http://nowhere.invalid"])

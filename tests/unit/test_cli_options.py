@@ -230,12 +230,13 @@ def test_limits_of_sample_and_bench_reach_the_prompts(
     assert lazy.options == {"with_tools": True}
     assert asked.args[3].endpoint == "http://host:1/v1"
 
-    stub("bench.prompt_sets.read_sets", {"a": [1, 2], "b": [3, 4]})
-    measure = stub("bench.serving.measure", SimpleNamespace(table=str, to_dict=dict))
+    stub("bench.prompt_sets.read_sets", {"a": [[1], [2]], "b": [[3], [4]]})
+    done = SimpleNamespace(table=str, to_dict=lambda: {"requests": []}, check=lambda: None)
+    measure = stub("bench.serving.measure", done)
     words = ("--prompts", "p", "--limit", "3", "--max-tokens", "9", "--seed", "0", "--ignore-eos")
     assert run(monkeypatch, "bench", "serving", *words) == 0
-    assert measure.args[1] == [1, 2, 3]
-    assert measure.options["max_tokens"] == 9
+    assert measure.args[1] == [[1], [2], [3]]
+    assert measure.options["max_tokens"] == [9, 9, 9]
     assert measure.options["seed"] == 0
     assert measure.options["ignore_eos"] is True
 

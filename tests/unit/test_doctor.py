@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from dspark import html_page
 from dspark.cli import main
 from dspark.config import DataSettings
 from dspark.corpus import doctor
@@ -511,6 +512,10 @@ def test_a_page_is_written_over_a_page_or_nothing(tmp_path: Path) -> None:
     check_place(path)
     path.write_text(page(DoctorReport(4096, "0"), ["a"]))
     check_place(path)
+    # of another kind
+    path.write_text(html_page.page("bench serving", []))
+    with pytest.raises(ConfigError, match="no page of `dspark doctor`"):
+        check_place(path)
     with pytest.raises(ConfigError, match="/dev/null is there already"):
         check_place(Path("/dev/null"))
 

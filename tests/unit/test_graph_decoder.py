@@ -96,6 +96,13 @@ def test_commits_are_the_steps_records(ends: Done, reason: str) -> None:
     assert [one.step_s for one in commits[2:]] == pytest.approx([1e-3, 1e-3])
 
 
+def test_logprobs_are_refused_before_anything_begins() -> None:
+    step = ScriptedStep([10], [11])
+    with pytest.raises(ConfigError, match="no logprobs"):
+        play(step, top_logprobs=0)
+    assert step.log == []
+
+
 def test_two_launches_are_under_way_and_none_is_left_behind() -> None:
     step = ScriptedStep([10], [11], [12], [13])
     play(step)

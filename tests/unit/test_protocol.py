@@ -37,10 +37,7 @@ def refusal(model: Any, body: Any) -> ApiError:
     [
         ("n", 2),
         ("n", True),
-        ("logprobs", True),
-        ("top_logprobs", 5),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_object"}),
         ("presence_penalty", 0.5),
         ("frequency_penalty", -1),
@@ -59,7 +56,7 @@ def test_an_unsupported_option_is_refused_by_its_name(name: str, value: Any) -> 
     assert f"'{name}'" in error.message
 
 
-@pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("suffix", "end"), ("logprobs", 0)])
+@pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("suffix", "end")])
 def test_an_unsupported_completion_option_is_refused(name: str, value: Any) -> None:
     assert refusal(CompletionRequest, {"prompt": "a", name: value}).param == name
 
@@ -108,7 +105,10 @@ def test_unknown_keys_are_found_in_nested_objects_too() -> None:
         ("temperature", 2.1),
         ("temperature", "1"),
         ("temperature", True),
+        ("temperature", 5e-324),
+        ("temperature", 9e-7),
         ("top_p", 0),
+        ("top_p", 5e-324),
         ("top_p", 1.1),
         ("top_k", -2),
         ("top_k", 1.5),
@@ -147,7 +147,9 @@ def test_a_value_out_of_range_is_refused_with_the_option_and_the_value(
     ("name", "value"),
     [
         ("temperature", 0),
+        ("temperature", 1e-6),
         ("temperature", 2.0),
+        ("top_p", 1e-6),
         ("top_p", 1),
         ("top_p", 0.01),
         ("top_k", -1),
@@ -192,7 +194,12 @@ def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
         None,
         {"role": "user"},
         {"content": "a"},
-        {"role": "tool", "content": "a"},
+        {"role": "function", "content": "a"},
+        {"role": "user", "content": "a", "tool_call_id": "1"},
+        {"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "assistant", "tool_calls": []},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
         {"role": "user", "content": None},
         {"role": "user", "content": 3},
         {"role": "user", "content": []},
@@ -206,6 +213,35 @@ def test_a_message_that_cannot_be_read_is_refused(message: Any) -> None:
     error = refusal(ChatRequest, {"messages": [*MESSAGES, message]})
     assert error.param is not None
     assert error.param.startswith("messages.1")
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "is required"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type", "'function'"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools.0.type", "is required"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools.0.function.name",
+            "must match",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "tools.0.function.strict",
+            "not supported",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "bound to a grammar"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "bound to a grammar"),
+        ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none'"),
+    ],
+)
+def test_tools_that_cannot_be_served_are_refused(
+    options: dict[str, Any], param: str, words: str
+) -> None:
+    error = refusal(ChatRequest, {"messages": MESSAGES, **options})
+    assert error.param == param
+    assert words in error.message
 
 
 def test_text_parts_are_joined_by_line_breaks() -> None:

@@ -110,6 +110,12 @@ def test_a_mass_that_is_reached_exactly_needs_no_further_id() -> None:
     assert kept.isfinite().tolist() == [[True, False, False]]
 
 
+def test_a_mass_too_small_for_float32_keeps_the_most_probable_id() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    kept = filter_logits(logits, SamplingParams(temperature=1.0, top_p=1e-60))
+    assert kept.isfinite().tolist() == [[False, True, False]]
+
+
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     assert pick(torch.tensor([[0.0, 2.0, 2.0]]), SamplingParams(), torch.tensor([0])).item() == 1
 

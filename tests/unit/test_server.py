@@ -266,7 +266,7 @@ def test_a_temperature_that_float32_cannot_hold_is_refused(client: httpx.Client)
     body = {"messages": MESSAGES, "temperature": 1e-40}
     said = error_of(client.post("/v1/chat/completions", json=body), 400)
     assert said["param"] == "temperature"
-    assert "at least 1e-06" in said["message"]
+    assert "must be 0 or >= 1e-06" in said["message"]
 
 
 def test_defaults_come_from_the_models_generation_config() -> None:

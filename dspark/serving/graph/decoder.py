@@ -7,7 +7,7 @@ import torch
 
 from dspark.decoding import Commit, DecodeParams, check_request
 from dspark.decoding.loop import stop_ids
-from dspark.errors import RunError
+from dspark.errors import ConfigError, RunError
 from dspark.kernels.accept import Done
 from dspark.serving.graph.step import GraphStep, StepRecord
 
@@ -31,10 +31,13 @@ class GraphDecoder:
         """As `decoding.stream`; a caller that stops early ends the request on the device.
 
         Raises:
-            ConfigError: the prompt does not fit, or the sampling is none the kernels know.
+            ConfigError: the prompt does not fit, the sampling is none the kernels know, or
+                logprobs are asked for.
             RunError: the device gave NaN, or no result for `patience_s`.
         """
         step = self.step
+        if params.top_logprobs is not None:
+            raise ConfigError("the graph engine computes no logprobs; leave them out")
         check_request(step.target, len(prompt_ids), 1, context=step.context)
         if step.device.type == "cuda":
             # kernels are launched on the device of the calling thread
