@@ -2,8 +2,8 @@
 
     python -m venv clients
     clients/bin/pip install --no-deps 'sglang==0.5.9'
-    clients/bin/pip install openai aiohttp datasets jinja2 numpy pillow pybase64 requests tqdm \
-        "transformers<5"
+    clients/bin/pip install openai aiohttp 'datasets<4' jinja2 numpy pillow pybase64 requests tqdm \
+        'transformers==4.57.6'
     serve/serve.sh &
     python benchmarks/foreign_clients.py --python clients/bin/python
 
