@@ -1,6 +1,7 @@
 """Bodies that no client should send: each gets an error in OpenAI's shape, and at once."""
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -153,3 +154,16 @@ def test_an_unknown_model_is_a_404_whatever_its_name(client: httpx.Client) -> No
             body = {"prompt": "a"} if path != CHAT else BODIES[CHAT]
             error = refused(client, path, json.dumps({**body, "model": name}), 404)
             assert error["code"] == "model_not_found"
+
+
+def test_leaving_in_the_middle_of_a_body_is_no_error_of_the_server(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n"
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", client.base_url.port or 0)) as connection:
+            connection.sendall(head + b'{"text": ')
+            time.sleep(0.05)
+    time.sleep(0.1)
+    assert client.get("/health").status_code == 200
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
