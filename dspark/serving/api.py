@@ -108,13 +108,16 @@ def request_id_of(request: Request) -> str:
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body, unless it is too large."""
-    too_big = ApiError(413, f"the request body is larger than {limit} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise too_big
+        raise _too_large(f"of {int(declared)} bytes is larger than {limit} bytes")
     raw = bytearray()
     async for part in request.stream():
         raw += part
         if len(raw) > limit:
-            raise too_big
+            raise _too_large(f"is larger than {limit} bytes")
     return bytes(raw)
+
+
+def _too_large(how: str) -> ApiError:
+    return ApiError(413, f"the request body {how}", code="body_too_large")
