@@ -127,10 +127,17 @@ def from_json(
 
 def _rope(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
     """transformers' `rope_parameters`, from its new place or from theta and scaling."""
-    rope = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})
-    if "type" in rope:
-        rope["rope_type"] = rope.pop("type")
+    new, old = flat.get("rope_parameters") or {}, flat.get("rope_scaling") or {}
+    rope, scaling = (
+        {("rope_type" if k == "type" else k): v for k, v in dict(one).items()}
+        for one in (new or old, old)
+    )
     rope.setdefault("rope_type", "default")
+    for key, value in scaling.items():
+        if rope.get(key, value) != value:
+            raise CheckpointError(
+                f"{where}: {key} is {rope[key]} in rope_parameters and {value} in rope_scaling"
+            )
     # a target's partial factor copied along means nothing: DSpark rotates the whole head
     rope.pop("partial_rotary_factor", None)
     outer = flat.get("rope_theta")

@@ -176,7 +176,7 @@ def _layouts() -> Iterable[Sequence[str]]:
     }
     for format in FORMATS:
         layout = LAYOUTS[format]
-        tables = "always" if layout.needs_tables else "unless `--slim`"
+        tables = "always" if layout.needs_tables else "unless `--slim`; `convert` adds none"
         readers = ", ".join(READ_BY[format])
         yield f"`{format}`", readers, tables if layout.tables else "no", notes[format]
 

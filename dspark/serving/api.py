@@ -53,6 +53,16 @@ class Api:
                 code="model_not_found",
             )
 
+    def model(self) -> dict[str, Any]:
+        """The one model, as OpenAI describes it."""
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "dspark",
+            "max_model_len": self.preparer.max_model_len,
+        }
+
     def check_key(self, request: Request) -> None:
         """Bearer key, when the server has one; the page, /health, /ping and /metrics stay open."""
         if self.api_key is None:

@@ -265,7 +265,8 @@ def _call(name: str, arguments: Any) -> Call | None:
     if not isinstance(arguments, dict):
         return None
     try:
-        text = json.dumps(arguments, ensure_ascii=False)
+        # 1e999 is read as infinity, which is no JSON
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         # a lone surrogate is JSON, but no text that can be sent
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             text = json.dumps(arguments)

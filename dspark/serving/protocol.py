@@ -138,6 +138,7 @@ def _arguments(value: Any) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value or "{}")
+            json.dumps(value, allow_nan=False)
         except (ValueError, RecursionError):
             value = None
     if not isinstance(value, dict):

@@ -35,14 +35,12 @@ def add_upkeep(routes: APIRouter, api: Api) -> None:
 
     @routes.get("/v1/models", dependencies=keyed)
     async def models() -> dict[str, Any]:
-        model = {
-            "id": api.model_name,
-            "object": "model",
-            "created": api.created,
-            "owned_by": "dspark",
-            "max_model_len": api.preparer.max_model_len,
-        }
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [api.model()]}
+
+    @routes.get("/v1/models/{name:path}", dependencies=keyed)
+    async def model(name: str) -> dict[str, Any]:
+        api.check_model(name)
+        return api.model()
 
     @routes.get("/model_info", dependencies=keyed)
     @routes.get("/get_model_info", dependencies=keyed)

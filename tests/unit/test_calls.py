@@ -100,6 +100,7 @@ NO_CALLS: list[tuple[Reader, str]] = [
     (JsonReader, hermes({"name": "now", "arguments": [1]})),
     (JsonReader, hermes({"name": "now", "arguments": "x"})),
     (JsonReader, hermes('{"name": "now", "arguments": {"a": NaN}}')),
+    (JsonReader, hermes('{"name": "now", "arguments": {"a": 1e999}}')),
     (JsonReader, hermes('{"name": "now"} and more')),
     (JsonReader, hermes('{"name": "now", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}")),
     (JsonReader, '<tool_call>{"name": "now", "argu'),
@@ -108,6 +109,7 @@ NO_CALLS: list[tuple[Reader, str]] = [
     (PairReader, "<tool_call>now <b>"),
     (PairReader, "<tool_call>now<arg_key>a</arg_key>1</tool_call>"),
     (PairReader, "<tool_call>now<arg_key>a</arg_key><arg_value>1</tool_call>"),
+    (PairReader, "<tool_call>now<arg_key>a</arg_key><arg_value>1e999</arg_value></tool_call>"),
     (PairReader, '<tool_call>{"name": "now"}</tool_call>'),
 ]
 

@@ -82,6 +82,12 @@ def test_a_scaling_in_the_old_spelling_is_read_and_a_partial_rotation_is_not(cop
     assert rope == {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 
 
+def test_two_scalings_that_differ_are_refused(copy: Path) -> None:
+    rewrite(copy, rope_scaling={"type": "linear", "factor": 2.0})
+    with pytest.raises(CheckpointError, match=r"rope_type is default in rope_par.* and linear in"):
+        read_config(copy)
+
+
 def test_without_a_confidence_head_its_input_need_not_be_told(
     target: Target, tmp_path: Path
 ) -> None:

@@ -411,7 +411,10 @@ def test_a_key_is_needed_where_one_is_set(pair: tuple[Any, Any]) -> None:
 
 
 def test_what_the_sglang_benchmark_asks_for(client: httpx.Client) -> None:
-    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    listed = client.get("/v1/models").json()["data"]
+    assert [one["id"] for one in listed] == ["tiny"]
+    assert client.get("/v1/models/tiny").json() == listed[0]
+    assert "'a/b' does not exist here" in error_of(client.get("/v1/models/a/b"), 404)["message"]
     for path in ("/model_info", "/get_model_info"):
         assert client.get(path).json()["tokenizer_path"]
     assert client.post("/flush_cache").status_code == 200

@@ -177,6 +177,14 @@ def test_what_cannot_be_kept_is_refused(
     assert words in error["message"]
 
 
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1e999}', "[1]", "{"])
+def test_arguments_of_an_earlier_call_are_json(client: httpx.Client, text: str) -> None:
+    call = {"function": {"name": "add", "arguments": text}}
+    messages = [*BODY["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    error = refusal(client, CHAT, {**BODY, "messages": messages})
+    assert "must be the text of a JSON object" in error["message"]
+
+
 def test_a_template_that_would_lose_tools_refuses_them(pair: tuple[Any, Any]) -> None:
     with client_of(*pair, tokenizer_of()) as http:
         assert "knows none" in refusal(http, CHAT, BODY)["message"]
