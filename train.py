@@ -3,7 +3,7 @@
 The logic is in `dspark.training.program`; `accelerate launch -m dspark train …` is the same thing.
 """
 
-from dspark.training.program import main
+from dspark.training.program import process
 
 if __name__ == "__main__":
-    main()
+    process()

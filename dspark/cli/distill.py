@@ -22,9 +22,9 @@ def _train(context: typer.Context) -> None:
 
     Example: dspark train --config configs/tiny.yaml train.steps=20
     """
-    from dspark.training.program import main
+    from dspark.training.program import process
 
-    main(context.args)
+    process(context.args)
 
 
 def _export(

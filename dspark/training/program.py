@@ -29,7 +29,7 @@ from dspark.training.split.devices import check_spread, devices_of
 from dspark.training.split.pool import TargetPool
 from dspark.training.trainer import Trainer, TrainReport
 
-__all__ = ["find_resume", "main", "run"]
+__all__ = ["find_resume", "main", "process", "run"]
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,29 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(json.dumps(asdict(report)))
     if report.status == "interrupted":
         sys.exit(EXIT_INTERRUPTED)
+
+
+def process(argv: Sequence[str] | None = None) -> None:
+    """`main`, by a process that is there for nothing else."""
+    try:
+        main(argv)
+    except SystemExit as end:
+        _leave(end.code)
+        raise
+    _leave(0)
+
+
+def _leave(code: int | str | None) -> None:
+    """End one process of several without taking Python apart.
+
+    Threads of a process group can outlive it. One that then asks for Python aborts the process, and
+    the launcher takes a training that is done for one that failed.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1" and isinstance(code, int | None):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
 
 
 def run(config: Config) -> TrainReport:

@@ -1,6 +1,7 @@
 """The trainer: one loss for every split of a step, clear refusals, and what it leaves behind."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -475,6 +476,25 @@ def test_the_last_line_of_stdout_is_json(
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["status"] == "finished"
     assert report["step"] == 1
+
+
+@pytest.mark.parametrize(("world", "ends"), [("2", [75]), ("1", []), (None, [])])
+def test_one_process_of_several_ends_without_taking_python_apart(
+    monkeypatch: pytest.MonkeyPatch, world: str | None, ends: list[int]
+) -> None:
+    def main(argv: Any) -> None:
+        sys.exit(75)
+
+    found: list[int] = []
+    monkeypatch.setattr(program, "main", main)
+    monkeypatch.setattr(os, "_exit", found.append)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world is not None:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(SystemExit) as end:
+        program.process([])
+    assert (end.value.code, found) == (75, ends)
 
 
 def test_a_checkpoint_tells_its_data(place: Path, tmp_path: Path) -> None:
