@@ -27,8 +27,8 @@ def test_default_taps_are_the_published_ones(layers: int, taps: int, ids: tuple[
 
 
 def test_too_many_taps_for_a_shallow_target_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"num_taps 5 .* 6 layers"):
-        default_layer_ids(6, 5)
+    with pytest.raises(ConfigError, match=r"num_taps 4 .* 6 layers; .* at most 3 taps"):
+        default_layer_ids(6, 4)
     with pytest.raises(ConfigError, match="at most 3 taps"):  # told at once
         default_layer_ids(6, 10**20)
 

@@ -532,12 +532,16 @@ def test_a_training_whose_launcher_has_ended_is_asked_to_stop(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     launched = StopRequest()
+    with monkeypatch.context() as fork:
+        fork.setattr("os.getpid", lambda: 1)
+        forked = StopRequest()  # whose parent is no launcher
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
     started_by_hand = StopRequest()
     assert not launched.pending
     monkeypatch.setattr("os.getppid", lambda: 1)
     assert launched.pending
     assert not started_by_hand.pending  # a terminal may close behind it
+    assert not forked.pending
 
 
 @pytest.mark.slow
