@@ -20,12 +20,12 @@ from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.target import Target
 
-__all__ = ["MAX_PROPOSALS", "Proposer", "ReferenceStep", "StepResult", "draft_limit"]
+__all__ = ["MAX_PROPOSALS", "SHORTLIST", "Proposer", "ReferenceStep", "StepResult", "draft_limit"]
 
 MAX_PROPOSALS = 15
 """A verify step has at most 16 rows, the anchor's among them."""
 
-_SHORTLIST = 64
+SHORTLIST = 64
 """Candidates of a slot that the Markov bias can reorder. Reading the whole second Markov matrix
 once a slot would cost more than the draft's layers; a shortlist leaves acceptance as it is."""
 
@@ -90,7 +90,7 @@ class Proposer:
         position = self._context.length
         hidden = draft.block_hidden(self._context, anchor)
         base = draft.block_logits(hidden)[:most].float()
-        values, candidates = base.topk(min(_SHORTLIST, base.shape[-1]), dim=-1)
+        values, candidates = base.topk(min(SHORTLIST, base.shape[-1]), dim=-1)
         proposals: list[Tensor] = []
         previous, state = anchor, None
         for k in range(len(base)):
