@@ -269,8 +269,19 @@ class LossSettings(_Settings):
     """Weight of the full L1 (0..2), twice the total variation."""
     confidence_weight: Annotated[float, Field(ge=0.0)] = 1.0
     accept_length_weight: Annotated[float, Field(ge=0.0)] = 0.5
+    accept_length_start: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the steps before which L_acc is off."""
     accept_length_ramp: Fraction = 0.1
-    """Share of the steps over which the weight of L_acc rises from 0."""
+    """Share of the steps, from there, over which the weight of L_acc rises from 0."""
+    accept_length_form: Literal["expected", "path", "path_exact", "chain"] = "expected"
+    """Whose products L_acc has the gradient of. expected: the slots' own chances to be accepted
+    (alpha); path: a slot is reached with min(1, q/p) of the data's tokens before it, what follows
+    as in expected; path_exact: that on both sides, with the gradient of the ratios too; chain: the
+    draft's probabilities q of the data's tokens. For path and path_exact the data has to be
+    sampled from the target at `accept_length_temperature`, without top-p or top-k."""
+    accept_length_focal: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight, inside L_acc, of the cross entropy of each block's first slot whose most likely token
+    is not the data's; divided by the block size as the rest of L_acc."""
     accept_length_temperature: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sharpen the target's distribution for L_acc only (for drafts served greedily)."""
     decay: Annotated[float, Field(gt=0.0)] = 4.0
@@ -286,6 +297,26 @@ class LossSettings(_Settings):
     one_pass: bool = True
     """On a GPU: loss and gradient in one pass over the vocabulary, by kernels. False goes through
     autograd chunk by chunk, as CPUs do, at three times the time and memory."""
+
+    @model_validator(mode="after")
+    def _ramp_ends_in_time(self) -> Self:
+        # the sum of two decimals may round up
+        if self.accept_length_start + self.accept_length_ramp > 1 + 1e-9:
+            raise ValueError(
+                f"accept_length_start {self.accept_length_start:g} and accept_length_ramp "
+                f"{self.accept_length_ramp:g} add up to more than 1, all steps: lower one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _temperature_is_used(self) -> Self:
+        if self.accept_length_form == "chain" and self.accept_length_temperature != 1:
+            raise ValueError(
+                f"accept_length_temperature is {self.accept_length_temperature:g} but "
+                "accept_length_form is chain, which has no target distribution: set "
+                "accept_length_temperature=1, or another form"
+            )
+        return self
 
 
 class TrackerSettings(_Settings):

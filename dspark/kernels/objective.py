@@ -30,9 +30,10 @@ from dspark.kernels.launch import check_shapes
 
 __all__ = ["SPLITS", "SUMS", "slot_sums", "to_gradient_"]
 
-SUMS = 11
+SUMS = 12
 """Figures of a row: ce, l1, accept_l1, kl; a and a_s; the largest of Z and of P; the logarithms of
-the three sums behind it, since two subtractions keep the digits that one of a large sum loses."""
+the three sums behind it, since two subtractions keep the digits that one of a large sum loses
+(the first, -log of the largest q, is `SlotDistances.peak` too); target_ce."""
 
 SPLITS = 8
 """Most parts of a row, each a program's, so that few rows fill a GPU too."""
@@ -98,7 +99,7 @@ def _distances(
     if tl.load(live + row) == 0:
         for name in tl.static_range(5):
             tl.store(mine + name * rows, 0.0)
-        for name in tl.static_range(11):
+        for name in tl.static_range(12):
             tl.store(out + name * rows + row, 0.0)
         return
     each = tops + tl.arange(0, SPLITS) * 5 * rows + row
@@ -142,13 +143,16 @@ def _distances(
     tl.store(mine + 3 * rows, inner)
     tl.store(mine + 4 * rows, tl.sum(signed_s, 0) if SHARP else inner)
     if split == 0:
-        label = tl.load(draft + start + tl.load(labels + row)).to(tl.float32)
+        place = start + tl.load(labels + row)
+        label = tl.load(draft + place).to(tl.float32)
+        target_label = tl.load(target + place).to(tl.float32)
         tl.store(out + row, log_q - (label - top_q))
         tl.store(out + 6 * rows + row, top_q)
         tl.store(out + 7 * rows + row, top_p)
         tl.store(out + 8 * rows + row, log_q)
         tl.store(out + 9 * rows + row, log_p)
         tl.store(out + 10 * rows + row, log_s)
+        tl.store(out + 11 * rows + row, log_s - (target_label - top_p) * by_temperature)
 
 
 @triton.jit

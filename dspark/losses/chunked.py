@@ -8,6 +8,8 @@ Symbols: N blocks, K slots, D hidden, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from dspark.config import LossSettings
 from dspark.draft import DSparkDraftModel
 from dspark.losses.closed_form import slot_distances
-from dspark.losses.slots import SlotDistances, add_up
+from dspark.losses.slots import SlotDistances, add_up, needs_labels
 from dspark.losses.sums import Sums
 
 __all__ = ["objective_chunked"]
@@ -56,6 +58,7 @@ def objective_chunked(
             labels,
             accept_temperature=settings.accept_length_temperature,
             with_kl=settings.distance == "lk_hybrid",
+            with_labels=needs_labels(settings),
         )
 
     inputs = (hidden, target_hidden, labels, prev_ids)
@@ -76,10 +79,8 @@ def _confidence_logits(draft: DSparkDraftModel, hidden: Tensor, prev_ids: Tensor
 
 
 def _joined(parts: list[SlotDistances]) -> SlotDistances:
-    with_kl = parts[0].kl is not None
-    return SlotDistances(
-        ce=torch.cat([part.ce for part in parts]),
-        l1=torch.cat([part.l1 for part in parts]),
-        accept_l1=torch.cat([part.accept_l1 for part in parts]),
-        kl=torch.cat([part.kl for part in parts if part.kl is not None]) if with_kl else None,
-    )
+    def joined(name: str) -> Any:
+        given = [getattr(part, name) for part in parts]
+        return None if given[0] is None else torch.cat(given)
+
+    return SlotDistances(**{field.name: joined(field.name) for field in fields(SlotDistances)})

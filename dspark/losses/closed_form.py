@@ -30,12 +30,13 @@ def slot_distances(
     *,
     accept_temperature: float,
     with_kl: bool,
+    with_labels: bool = False,
 ) -> SlotDistances:
     """As `eager.slot_distances`, differentiable once and with one backward pass."""
-    ce, l1, accept_l1, kl = _Distances.apply(  # type: ignore[no-untyped-call]
-        draft_logits, target_logits, labels, accept_temperature, with_kl
+    ce, l1, accept_l1, kl, *of_labels = _Distances.apply(  # type: ignore[no-untyped-call]
+        draft_logits, target_logits, labels, accept_temperature, with_kl, with_labels
     )
-    return SlotDistances(ce, l1, l1 if accept_l1 is None else accept_l1, kl)
+    return SlotDistances(ce, l1, l1 if accept_l1 is None else accept_l1, kl, *of_labels)
 
 
 class _Distances(Function):
@@ -47,11 +48,17 @@ class _Distances(Function):
         labels: Tensor,
         accept_temperature: float,
         with_kl: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        with_labels: bool,
+    ) -> tuple[Tensor | None, ...]:
+        def of_labels(log_probabilities: Tensor) -> Tensor:
+            return -log_probabilities.gather(-1, labels[..., None])[..., 0]
+
         dtype = torch.promote_types(draft_logits.dtype, torch.float32)
         log_q = torch.log_softmax(draft_logits, -1, dtype=dtype)
-        ce = -log_q.gather(-1, labels[..., None])[..., 0]
+        ce = of_labels(log_q)
+        peak = -log_q.amax(-1) if with_labels else None
         log_p = torch.log_softmax(target_logits, -1, dtype=dtype)
+        target_ce = of_labels(log_p) if with_labels else None
         kl = p = None
         if with_kl:
             p = log_p.exp()
@@ -59,20 +66,23 @@ class _Distances(Function):
         q = log_q.exp_()
         gaps = [_minimum_less_q(log_p.exp_(), q)]
         if accept_temperature != 1:
-            sharp = torch.softmax(target_logits.to(dtype) / accept_temperature, -1)
-            gaps.append(_minimum_less_q(sharp, q))
+            log_p = torch.log_softmax(target_logits.to(dtype) / accept_temperature, -1)
+            target_ce = of_labels(log_p) if with_labels else None
+            gaps.append(_minimum_less_q(log_p.exp_(), q))
         # summed with `sum`: a CPU's vector_norm loses three digits over a large vocabulary
         l1, *accept_l1 = (-2 * gap.sum(-1) for gap in gaps)
         ctx.save_for_backward(labels, q, p, *gaps)
         ctx.logits_dtype = draft_logits.dtype
         ctx.set_materialize_grads(False)
-        return ce, l1, accept_l1[0] if accept_l1 else None, kl
+        if peak is not None:
+            ctx.mark_non_differentiable(target_ce, peak)
+        return ce, l1, accept_l1[0] if accept_l1 else None, kl, target_ce, peak
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         labels, q, p, *gaps = ctx.saved_tensors
-        by_ce, by_l1, by_accept_l1, by_kl = gradients
+        by_ce, by_l1, by_accept_l1, by_kl, *_ = gradients
         # The saved tensors are used up; autograd's version check refuses a second backward pass.
         factor, total = torch.zeros_like(q[..., :1]), None
         if by_ce is not None:
@@ -91,7 +101,7 @@ class _Distances(Function):
         total = q if total is None else total.add_(q)
         if by_ce is not None:
             total.scatter_add_(-1, labels[..., None], -by_ce[..., None])
-        return total.to(ctx.logits_dtype), None, None, None, None
+        return total.to(ctx.logits_dtype), None, None, None, None, None
 
 
 def _minimum_less_q(p: Tensor, q: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from dspark import kernels
 from dspark.config import LossSettings
 from dspark.draft import DSparkDraftModel
-from dspark.losses.slots import LK_SHARPNESS, NLA_FLOOR, SlotDistances, add_up
+from dspark.losses.slots import LK_SHARPNESS, NLA_FLOOR, SlotDistances, add_up, needs_labels
 from dspark.losses.sums import Sums, loss_scales
 
 __all__ = ["add_product", "objective_in_one_pass", "usable", "wide_product"]
@@ -118,7 +118,7 @@ class _OnePass(Function):
         latent: Tensor | None,  # [N, K, r]
         factor: Tensor | None,  # [V, r]
         task: _Task,
-    ) -> tuple[Tensor, Tensor]:  # [], [4, N, K] distances
+    ) -> tuple[Tensor, Tensor]:  # [], [4 or 6, N, K] distances
         needed = [task.graph and wanted for wanted in ctx.needs_input_grad[:3]]
         work = _Work(hidden, latent, factor, task, needed)
         for start in range(0, len(hidden), task.settings.chunk_blocks):
@@ -163,7 +163,8 @@ class _Work:
         self.latent = None if latent is None else latent.detach().to(dtype)
         self.factor = None if factor is None else factor.detach().to(dtype)
         self.shares = hidden.new_empty(len(hidden), dtype=torch.float32)
-        self.distances = hidden.new_empty((4, *task.mask.shape), dtype=torch.float32)
+        kinds = 6 if needs_labels(task.settings) else 4
+        self.distances = hidden.new_empty((kinds, *task.mask.shape), dtype=torch.float32)
         by_hidden = torch.empty_like(hidden, dtype=torch.float32) if needed[0] else None
         by_latent = by_factor = None
         if latent is not None and needed[1]:
@@ -197,7 +198,10 @@ class _Work:
             if latent is not None and self.factor is not None:
                 logits.addmm_(latent, self.factor.T)
             slot_sums(logits, target_logits, labels, live, scratch, sums, **how)
-            self.distances[:, blocks] = sums[:4].view(4, *mask.shape)
+            self.distances[:4, blocks] = sums[:4].view(4, *mask.shape)
+            if len(self.distances) == 6:
+                self.distances[4, blocks] = sums[11].view(mask.shape)
+                self.distances[5, blocks] = sums[8].view(mask.shape)
             slot_weights(
                 sums,
                 mask,
@@ -205,6 +209,8 @@ class _Work:
                 coefficients,
                 self.shares[blocks],
                 distance=settings.distance,
+                form=settings.accept_length_form,
+                focal=settings.accept_length_focal,
                 decay=settings.decay,
                 smoothing=settings.survival_smoothing if survival else None,
                 sharpness=LK_SHARPNESS,
@@ -223,8 +229,9 @@ class _Work:
 
 
 def _distances(sums: Tensor, settings: LossSettings) -> SlotDistances:
-    ce, l1, accept_l1, kl = sums.unbind()
-    return SlotDistances(ce, l1, accept_l1, kl if settings.distance == "lk_hybrid" else None)
+    ce, l1, accept_l1, kl, *of_labels = sums.unbind()
+    given = kl if settings.distance == "lk_hybrid" else None
+    return SlotDistances(ce, l1, accept_l1, given, *of_labels)
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from dspark.acceptance import survival
 from dspark.config import LossSettings
-from dspark.losses.accept_length import reach_times_continuation, survival_weights
+from dspark.losses.accept_length import accept_weights, first_errors, survival_weights
 from dspark.losses.sums import Sums, position_weights
 
-__all__ = ["SlotDistances", "add_up", "numerators", "overlap"]
+__all__ = ["SlotDistances", "add_up", "needs_labels", "numerators", "overlap"]
 
 LK_SHARPNESS = 3.0  # eta of arXiv 2602.23881
 NLA_FLOOR = 1e-5
@@ -32,6 +32,14 @@ class SlotDistances:
     l1: Tensor  # [N, K] sum_v |p(v) - q(v)|, 0..2
     accept_l1: Tensor  # [N, K] the same with the p that L_acc looks at
     kl: Tensor | None  # [N, K] KL(p || q); only for the distance that needs it
+    # without a graph, and only where `needs_labels`:
+    target_ce: Tensor | None = None  # [N, K] -log p(label), with the p that L_acc looks at
+    peak: Tensor | None = None  # [N, K] -log max_v q(v)
+
+
+def needs_labels(settings: LossSettings) -> bool:
+    """Whether L_acc looks at more of the labels than their cross entropy."""
+    return settings.accept_length_form.startswith("path") or settings.accept_length_focal > 0
 
 
 def overlap(l1: Tensor) -> Tensor:
@@ -79,11 +87,17 @@ def numerators(
         weight = survival_weights(alpha.detach(), mask, smoothing=settings.survival_smoothing)
     else:
         weight = position_weights(mask, settings.decay)
-    value = reach_times_continuation(accept_alpha.detach(), mask)
+    by_alpha, by_ce = accept_weights(
+        settings.accept_length_form, accept_alpha, distances.ce, distances.target_ce, mask
+    )
+    if settings.accept_length_focal > 0:
+        assert distances.peak is not None
+        errors = first_errors(distances.ce, distances.peak, mask)
+        by_ce = by_ce + settings.accept_length_focal * errors
     return weight, (
         (weight * distances.ce).sum(),
         (weight * _distance(distances, alpha, settings)).sum(),
-        (value * (1 - accept_alpha)).sum(),
+        (by_alpha * (1 - accept_alpha) + by_ce * distances.ce).sum(),
     )
 
 

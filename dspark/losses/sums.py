@@ -67,7 +67,7 @@ class Sums:
     ce: Tensor  # [] cross entropy with the data's token, slot-weighted
     l1: Tensor  # [] distance of `settings.distance` (full L1: 0..2), slot-weighted
     confidence: Tensor  # [] BCE of the confidence head, slot-weighted; 0 without the head
-    accept_length: Tensor  # [] sum of sg[reach x continuation] · (1 - alpha)
+    accept_length: Tensor  # [] `accept_length`: weights without a graph · (1 - alpha) and · ce
 
     alpha: Tensor  # [K] sum of alpha over supervised slots
     slots: Tensor  # [K] supervised slots
@@ -123,7 +123,8 @@ class Sums:
         which would weigh the few slots of a truncated block up to K times more. Where gradients
         are averaged over ranks, multiply by the number of ranks. Without any supervised slot it
         is 0 and still has its graph. Its accept-length part has the gradient of minus the
-        expected accepted drafts over K, but not its value: for that see ``accepted_drafts``.
+        expected accepted drafts over K (by `accept_length_form`), but not its value: for that see
+        ``accepted_drafts``.
         """
         scales = loss_scales(denominators.to(self.ce), settings, ramp, len(self.slots))
         terms = torch.stack([self.ce, self.l1, self.confidence, self.accept_length])

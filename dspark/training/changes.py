@@ -59,9 +59,9 @@ def check_length(state: TrainState, path: Path, config: Config, schedule: Schedu
     if then == now:
         return
     before = replace(schedule, total_steps=then)
-    ratio = config.loss.accept_length_ramp
+    fade = {"start": config.loss.accept_length_start, "ratio": config.loss.accept_length_ramp}
     warm = max(schedule.warmup_steps, before.warmup_steps)
-    ramp = max(ramp_at(state.step, total_steps=n, ratio=ratio) < 1 for n in (then, now))
+    ramp = max(ramp_at(state.step, total_steps=n, **fade) < 1 for n in (then, now))
     if schedule.kind != "constant" or state.step < warm or ramp:
         raise CheckpointError(
             f"the run is {now} steps long but {path} was trained for {then}, which the "

@@ -93,9 +93,16 @@ class Schedule:
         return self.peak * min(rise, fall)
 
 
-def ramp_at(step: int, *, total_steps: int, ratio: float) -> float:
-    """Factor 0..1 of a term that fades in linearly over ``ratio`` of the steps (0: at once)."""
+def ramp_at(step: int, *, total_steps: int, start: float, ratio: float) -> float:
+    """Factor 0..1 of a term that is 0 before ``start`` of the steps and then fades in linearly.
+
+    Args:
+        ratio: share of the steps over which it does; 0: at once.
+    """
+    step -= math.ceil(start * total_steps)
     length = math.ceil(ratio * total_steps)
+    if step < 0:
+        return 0.0
     return 1.0 if step >= length else (step + 1) / (length + 1)
 
 

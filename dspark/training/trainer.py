@@ -308,8 +308,12 @@ class Trainer:
         if processes > 1:
             shared = accelerator.reduce(shared, reduction="sum")
         stopping = Later(shared[2])
+        loss_settings = self.config.loss
         ramp = ramp_at(
-            step, total_steps=self.plan.total_steps, ratio=self.config.loss.accept_length_ramp
+            step,
+            total_steps=self.plan.total_steps,
+            start=loss_settings.accept_length_start,
+            ratio=loss_settings.accept_length_ramp,
         )
         for number, one in enumerate(window.passes, 1):
             last = number == len(window.passes)

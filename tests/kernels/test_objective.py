@@ -22,6 +22,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"distance": "lk_hybrid"},
     {"distance": "lk_hybrid", "accept_length_temperature": 0.6, "slot_weights": "survival"},
     {"distance": "nla", "decay": 2.0},
+    {"accept_length_form": "path"},
+    {"accept_length_form": "path_exact", "accept_length_temperature": 0.6},
+    {"accept_length_form": "chain", "accept_length_focal": 2.0},
 ]
 CASES = [(1.0, False), (0.6, False), (1.0, True), (0.5, True)]
 
@@ -54,17 +57,29 @@ def by_kernels(
 def by_definition(
     inputs: tuple[Tensor, ...], temperature: float, with_kl: bool
 ) -> tuple[Tensor, Tensor]:
-    """Distances [3 or 4, rows] and the gradient, in float64."""
+    """Distances [5 or 6, rows] by their places in the sums, and the gradient; float64."""
     draft, target, labels, _, weights = inputs
     draft = draft.double().requires_grad_()
     found = eager.slot_distances(
-        draft, target.double(), labels, accept_temperature=temperature, with_kl=with_kl
+        draft,
+        target.double(),
+        labels,
+        accept_temperature=temperature,
+        with_kl=with_kl,
+        with_labels=True,
     )
     values = torch.stack(
         [one for one in (found.ce, found.l1, found.accept_l1, found.kl) if one is not None]
     )
     (gradient,) = torch.autograd.grad((values * weights[: len(values)]).sum(), draft)
-    return values.detach(), gradient
+    assert found.peak is not None
+    assert found.target_ce is not None
+    return torch.cat([values.detach(), found.peak[None], found.target_ce[None]]), gradient
+
+
+def places(with_kl: bool) -> list[int]:
+    """Where the sums hold what `by_definition` gives."""
+    return [0, 1, 2, 3, 8, 11] if with_kl else [0, 1, 2, 8, 11]
 
 
 @pytest.mark.parametrize(("temperature", "with_kl"), CASES)
@@ -80,7 +95,7 @@ def test_distances_and_gradient_of_a_slot(
         one[~live] = torch.nan
     # tiles below, above and beside the vocabulary's size
     sums, gradient = by_kernels(inputs, temperature, with_kl, block=512)
-    values = sums[: len(expected)].double()
+    values = sums[places(with_kl)].double()
     torch.testing.assert_close(values[:, live], expected[:, live], rtol=1e-5, atol=1e-5)
     scale = float(slope[live].abs().max())
     torch.testing.assert_close(gradient[live].double(), slope[live], rtol=0, atol=2e-6 * scale)
@@ -108,7 +123,8 @@ def test_bfloat16_logits_are_summed_in_float32(seed: int, device: torch.device) 
     expected, slope = by_definition(inputs, 0.6, False)
     live = rest[1]
     assert gradient.dtype == torch.bfloat16
-    torch.testing.assert_close(sums[:3, live].double(), expected[:, live], rtol=1e-5, atol=1e-5)
+    found = sums[places(False)][:, live].double()
+    torch.testing.assert_close(found, expected[:, live], rtol=1e-5, atol=1e-5)
     # the interpreter cuts off what a GPU rounds
     last = 2**-8 if device.type == "cuda" else 2**-7
     torch.testing.assert_close(gradient[live].double(), slope[live], rtol=last, atol=1e-6)
@@ -122,7 +138,7 @@ def test_a_real_vocabulary_keeps_float32_accuracy(device: torch.device) -> None:
     tiles = {} if device.type == "cuda" else {"block": 1 << 14}
     sums, _ = by_kernels(inputs, 0.7, True, **tiles)
     expected, slope = by_definition(inputs, 0.7, True)
-    torch.testing.assert_close(sums[:4].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums[places(True)].double(), expected, rtol=1e-5, atol=1e-5)
     widened = (inputs[0].float(), inputs[1].float(), *rest)
     _, gradient = by_kernels(widened, 0.7, True, **tiles)
     gap = (gradient - slope).norm() / slope.norm()
@@ -152,7 +168,8 @@ def test_disjoint_supports_are_finite(
     inputs = (draft, target, labels, live, torch.ones(4, 2, device=device))
     sums, gradient = by_kernels(inputs, temperature, with_kl)
     expected, slope = by_definition(inputs, temperature, with_kl)
-    torch.testing.assert_close(sums[: len(expected)].double(), expected, rtol=1e-6, atol=1e-6)
+    found = sums[places(with_kl)].double()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient.double(), slope, rtol=1e-5, atol=1e-6)
     assert gradient.abs().max() > 0.1
 
@@ -174,7 +191,7 @@ def test_wrong_shapes_are_refused(device: torch.device) -> None:
         slot_sums(draft, target[:3], labels, live, scratch, sums, **how)
     with pytest.raises(ValueError, match="contiguous draft_logits"):
         slot_sums(draft.T.contiguous().T, target, labels, live, scratch, sums, **how)
-    with pytest.raises(ValueError, match=r"out \(11, 4\)"):
+    with pytest.raises(ValueError, match=r"out \(12, 4\)"):
         slot_sums(draft, target, labels, live, scratch, sums[:4], **how)
     with pytest.raises(ValueError, match=r"coefficients \(4, 4\), got \(3, 4\)"):
         to_gradient_(draft, target, labels, live, sums, weights[:3], **how)
@@ -283,6 +300,9 @@ def test_loss_and_gradients_equal_the_definition(
     options: dict[str, Any], device: torch.device
 ) -> None:
     batch = Batch([4, 0, 1, 2, 4], device)
+    with torch.no_grad():
+        likely = batch.draft.slot_logits(batch.hidden, batch.prev_ids).argmax(-1)
+    batch.labels[:, 0] = likely[:, 0]  # random labels are all errors
     assert_same(batch, LossSettings(chunk_blocks=3, **options), 2e-5)
 
 

@@ -77,6 +77,13 @@ def test_flag_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
         ("data.responses=a.jsonl", ["data.responses", "list", "'a.jsonl'"]),
         ("target.dtype=float16", ["target.dtype", "'float32'", "'float16'"]),
         ("eval.max_new_tokens=0", ["eval.max_new_tokens", "equal to 1", "got 0"]),
+        ("loss={accept_length_start: 0.95}", ["accept_length_start 0.95", "ramp 0.1", "than 1"]),
+        ("loss.accept_length_start=1", ["accept_length_start", "less than 1", "got 1"]),
+        (
+            "loss={accept_length_form: chain, accept_length_temperature: 0.5}",
+            ["accept_length_temperature is 0.5", "form is chain", "temperature=1"],
+        ),
+        ("loss.accept_length_form=reach", ["accept_length_form", "'path_exact'", "'reach'"]),
         ("train=5", ["train", "keys", "got 5"]),
         ("draft.target_layer_ids=[]", ["draft.target_layer_ids: ", "or null", "got []"]),
         ("train.tracker=&x [*x]", ["'train.tracker'", "inside itself"]),
@@ -89,6 +96,11 @@ def test_a_wrong_setting_is_named(override: str, words: list[str]) -> None:
         load(None, [override])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_the_accept_length_term_may_start_late_and_rise_until_the_end() -> None:
+    loss = load(None, ["loss.accept_length_start=0.9", "loss.accept_length_ramp=0.1"]).loss
+    assert (loss.accept_length_start, loss.accept_length_ramp) == (0.9, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"distance": "lk_hybrid"},
     {"distance": "lk_hybrid", "accept_length_temperature": 0.6, "slot_weights": "survival"},
     {"distance": "nla", "decay": 2.0},
+    {"accept_length_form": "path_exact", "accept_length_temperature": 0.6},
+    {"accept_length_form": "chain", "accept_length_focal": 2.0},
 ]
 HEADS: list[dict[str, Any]] = [
     {"markov_head_type": "vanilla"},

@@ -24,10 +24,22 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> tuple[Te
 
 
 def value_and_gradient(
-    form: Form, inputs: tuple[Tensor, ...], temperature: float, with_kl: bool
+    form: Form,
+    inputs: tuple[Tensor, ...],
+    temperature: float,
+    with_kl: bool,
+    *,
+    with_labels: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     draft, target, labels, weights = inputs
-    distances = form(draft, target, labels, accept_temperature=temperature, with_kl=with_kl)
+    distances = form(
+        draft,
+        target,
+        labels,
+        accept_temperature=temperature,
+        with_kl=with_kl,
+        with_labels=with_labels,
+    )
     values = [getattr(distances, field.name) for field in fields(distances)]
     values = [value for value in values if value is not None]
     total = torch.stack(
@@ -48,6 +60,20 @@ def test_values_and_gradient_equal_the_definition(
     assert len(values) == len(expected) == 3 + with_kl
     for value, reference in zip(values, expected, strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, slope, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(("temperature", "with_kl"), CASES)
+def test_what_is_asked_of_labels_equals_the_definition(temperature: float, with_kl: bool) -> None:
+    inputs = draw(0, 3, 4, 37)
+    expected, slope = value_and_gradient(
+        eager.slot_distances, inputs, temperature, with_kl, with_labels=True
+    )
+    values, gradient = value_and_gradient(
+        closed_form.slot_distances, inputs, temperature, with_kl, with_labels=True
+    )
+    assert len(values) == len(expected) == 5 + with_kl
+    torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, slope, rtol=1e-10, atol=1e-14)
 
 

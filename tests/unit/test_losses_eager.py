@@ -20,6 +20,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"slot_weights": "survival", "survival_smoothing": 0.0, "distance": "nla"},
     {"distance": "lk_hybrid"},
     {"distance": "nla", "decay": 1.5},
+    {"accept_length_form": "path", "accept_length_temperature": 0.6},
+    {"accept_length_form": "path_exact", "accept_length_focal": 3.0},
+    {"accept_length_form": "chain"},
 ]
 
 
@@ -60,6 +63,7 @@ def by_hand(
     for block in range(len(mask)):
         slots = range(int(mask[block].sum()))
         alpha, sharp_alpha, entropy, distance = [], [], [], []
+        ratio, behind, errors = [], 0.0, []
         for k in slots:
             q = softmax(draft[block, k].tolist())
             p = softmax(target[block, k].tolist())
@@ -67,7 +71,10 @@ def by_hand(
             sharp = softmax([value / heat for value in target[block, k].tolist()])
             alpha.append(sum(map(min, p, q)))
             sharp_alpha.append(sum(map(min, sharp, q)))
-            entropy.append(-math.log(q[int(labels[block, k])]))
+            label = int(labels[block, k])
+            entropy.append(-math.log(q[label]))
+            ratio.append(min(1.0, q[label] / sharp[label]))
+            errors += [k] * (q[label] < max(q))
             if settings.distance == "l1":
                 distance.append(sum(abs(a - b) for a, b in zip(p, q, strict=True)))
             elif settings.distance == "nla":
@@ -93,7 +100,19 @@ def by_hand(
             value = sum(
                 math.prod(sharp_alpha[i] for i in range(j + 1) if i != k) for j in slots if j >= k
             )
-            total["accept_length"] += value * (1 - sharp_alpha[k])
+            by_label = settings.accept_length_focal * (k in errors[:1])
+            if settings.accept_length_form == "path":
+                value = math.prod(ratio[:k]) * sum(
+                    math.prod(sharp_alpha[k + 1 : j + 1]) for j in slots if j >= k
+                )
+            elif settings.accept_length_form == "path_exact":
+                value = math.prod(ratio[:k])
+                behind = sum(math.prod(ratio[k + 1 : j]) * sharp_alpha[j] for j in slots if j > k)
+                by_label += value * ratio[k] * (ratio[k] < 1) * behind
+            elif settings.accept_length_form == "chain":
+                value = 0.0
+                by_label += sum(math.exp(-sum(entropy[: j + 1])) for j in slots if j >= k)
+            total["accept_length"] += value * (1 - sharp_alpha[k]) + by_label * entropy[k]
     return total
 
 
@@ -148,6 +167,48 @@ def test_accept_length_gradient_is_that_of_minus_the_expected_accepted_drafts(
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-15)
 
 
+def products(form: str, draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
+    """What each form has the gradient of, slot by slot and with a graph: [N, K]."""
+    q, p = draft.softmax(-1), target.softmax(-1)
+    of_labels = [one.gather(-1, labels[..., None])[..., 0] for one in (q, p)]
+    if form == "chain":
+        return of_labels[0].cumprod(-1)
+    kept = (of_labels[0] / of_labels[1]).clamp_max(1).cumprod(-1)
+    reach = torch.cat([torch.ones_like(kept[:, :1]), kept[:, :-1]], -1)
+    return reach * torch.minimum(q, p).sum(-1)
+
+
+@pytest.mark.parametrize("form", ["path_exact", "chain"])
+def test_other_forms_have_the_gradient_of_their_products(form: str) -> None:
+    draft, target, labels, mask, _ = draw(3, blocks=10, dtype=torch.float64)
+    draft.requires_grad_()
+    settings = LossSettings(accept_length_form=form)  # type: ignore[arg-type]
+    sums = objective(draft, target, labels, mask, None, settings)
+    (actual,) = torch.autograd.grad(sums.accept_length, draft)
+    total = -(products(form, draft, target, labels) * mask).sum()
+    (expected,) = torch.autograd.grad(total, draft)
+    assert expected.abs().max() > 1e-2
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-14)
+
+
+def test_focal_is_the_cross_entropy_of_the_first_error_alone() -> None:
+    likely = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]])
+    draft = 2.0 * torch.nn.functional.one_hot(likely, 2).double()
+    draft[2, 0] = 0.0  # a label that shares the top is no error
+    draft.requires_grad_()
+    labels = torch.zeros(3, 4, dtype=torch.int64)
+    mask = torch.tensor([[True, True, True, False], [True] * 4, [True, False, False, False]])
+    target = torch.zeros_like(draft)
+    slopes: list[Tensor] = []
+    for focal in (0.0, 2.0):
+        settings = LossSettings(accept_length_focal=focal)
+        sums = objective(draft, target, labels, mask, None, settings)
+        slopes += torch.autograd.grad(sums.accept_length, draft)
+    expected = torch.zeros_like(draft)
+    expected[0, 1] = 2.0 * torch.tensor([-1.0, 1.0]) / (1 + math.exp(-2.0))
+    torch.testing.assert_close(slopes[1] - slopes[0], expected)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_disjoint_supports_give_finite_gradients(options: dict[str, Any]) -> None:
     # q and p underflow where the other has its mass
@@ -173,7 +234,8 @@ def test_equal_distributions_have_no_distance(options: dict[str, Any]) -> None:
     sums = objective(draft, draft.clone(), labels, mask, None, LossSettings(**options))
     torch.testing.assert_close(sums.alpha, sums.slots, rtol=0, atol=1e-5)
     assert sums.l1.abs() < 1e-4
-    assert "accept_length_temperature" in options or sums.accept_length.abs() < 1e-4
+    whole = options.get("accept_length_form") != "chain" and not options.get("accept_length_focal")
+    assert not whole or "accept_length_temperature" in options or sums.accept_length.abs() < 1e-4
 
 
 def test_unsupervised_slots_change_nothing() -> None:

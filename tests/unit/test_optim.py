@@ -77,9 +77,15 @@ def test_wsd_falls_linearly_over_the_last_fifth() -> None:
 
 
 def test_ramp_rises_over_its_share_of_the_steps() -> None:
-    values = [ramp_at(step, total_steps=40, ratio=0.1) for step in range(6)]
+    values = [ramp_at(step, total_steps=40, start=0.0, ratio=0.1) for step in range(6)]
     assert values == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
-    assert ramp_at(0, total_steps=40, ratio=0.0) == 1.0
+    assert ramp_at(0, total_steps=40, start=0.0, ratio=0.0) == 1.0
+
+
+def test_late_ramp_is_off_before_its_start() -> None:
+    values = [ramp_at(step, total_steps=40, start=0.5, ratio=0.05) for step in range(18, 24)]
+    assert values == pytest.approx([0.0, 0.0, 1 / 3, 2 / 3, 1.0, 1.0])
+    assert [ramp_at(step, total_steps=40, start=0.5, ratio=0.0) for step in (19, 20)] == [0.0, 1.0]
 
 
 def test_only_matrices_decay() -> None:

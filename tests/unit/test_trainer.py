@@ -429,6 +429,18 @@ def test_a_constant_schedule_may_be_extended(place: Path, tmp_path: Path) -> Non
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_late_term_leaves_the_steps_before_alone(place: Path, tmp_path: Path) -> None:
+    off, late = "loss.accept_length_weight=0", "loss.accept_length_start=0.5"
+    losses = []
+    for name, change in (("off", off), ("late", late)):
+        run(place, tmp_path / name, "train.steps=2", "loss.accept_length_ramp=0", change)
+        found = lines(tmp_path / name)
+        losses.append([line["train/loss"] for line in found if "train/loss" in line])
+    (before, after), (same, other) = losses
+    assert before == same
+    assert other > after + 0.01
+
+
 def test_a_finished_run_says_so(place: Path, tmp_path: Path) -> None:
     run(place, tmp_path / "out", "train.steps=2")
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
