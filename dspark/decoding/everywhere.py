@@ -70,7 +70,9 @@ def propose_everywhere(
     sparse, draft.sparse_attention = draft.sparse_attention, False
     try:
         for group, first, width in _passes(counts, draft.block_size):
-            hits, confidence = _one_pass(draft, [outputs[i] for i in group], first, width, sampling, most)
+            hits, confidence = _one_pass(
+                draft, [outputs[i] for i in group], first, width, sampling, most
+            )
             for row, index in enumerate(group):
                 last = min(first + width, counts[index])
                 if last <= first:
