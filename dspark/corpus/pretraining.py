@@ -90,27 +90,24 @@ def library_documents(root: Path | None = None, size: int = 4096) -> Iterator[Do
     """This Python's library (or ``root``), tests left out, in pieces of whole paragraphs.
 
     A piece ends before the blank line with which it would exceed ``size`` characters; what has no
-    blank line for so long is cut at a line.
+    blank line for so long is cut at a line, and of a longer line the rest is left out.
     """
     for name, source in library_files(root):
         for piece in _pieces(source, size):
-            yield Document("code", name, piece)
+            if text := piece.strip("\n"):
+                yield Document("code", name, text + "\n")
 
 
 def _pieces(source: str, size: int) -> Iterator[str]:
     held = ""
     for paragraph in source.split("\n\n"):
-        if held and len(held) + len(paragraph) + 2 > size:
-            yield held
-            held = ""
         for line in paragraph.split("\n") if len(paragraph) > size else (paragraph,):
             if held and len(held) + len(line) > size:
                 yield held
                 held = ""
             held += line[:size] + "\n"
         held += "\n"
-    if held.strip():
-        yield held
+    yield held
 
 
 def gather(documents: Iterable[Document], excluded: Overlap, heldout_share: float) -> Gathered:
