@@ -112,11 +112,3 @@ def test_a_mini_one_learns_and_loads(tmp_path: Path) -> None:
         hidden, _ = model(ids[:, :-1], call)
         guess = model.logits(nextn_hidden(model, hidden, ids[:, 1:], call))[0]
     assert torch.nn.functional.cross_entropy(guess[:-1], ids[0, 2:]) < 5.4
-
-
-@pytest.mark.slow
-def test_wrong_use_is_told_in_a_sentence(tmp_path: Path) -> None:
-    done = train(tmp_path, "--length", "64", "--exclude", "nowhere/*.jsonl")
-    assert done.returncode == 2
-    assert done.stderr == "error: --exclude nowhere/*.jsonl matches no file\n"
-    assert not (tmp_path / "out").exists()
