@@ -82,7 +82,7 @@ def _export(
         encoded, _ = encode_sets(loaded, tokenizer, prompts, calibrate_limit)
         calibration = Calibration(
             prompt_ids=[ids for one in encoded.values() for ids in one],
-            name=Path(calibrate).name,
+            name=", ".join(encoded),
             temperature=calibrate_temperature,
         )
     record = export_draft(

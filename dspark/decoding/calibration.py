@@ -33,7 +33,7 @@ _STEPS = 40
 _GRID = tuple(
     # from 1 outwards, so that of equally good temperatures the mildest is taken
     sorted(
-        (_WIDEST ** (i / _STEPS) for i in range(-_STEPS, _STEPS + 1)),
+        (round(_WIDEST ** (i / _STEPS), 4) for i in range(-_STEPS, _STEPS + 1)),
         key=lambda t: abs(math.log(t)),
     )
 )

@@ -135,7 +135,7 @@ def test_export_encodes_the_prompts_to_calibrate_with(
     assert read.args == (["some/*.jsonl"],)
     assert encode.args[1:] == ("TOKENIZER", {"a": ["x", "y"], "b": ["z"]}, 2)
     asked = export.options["calibration"]
-    assert (asked.prompt_ids, asked.name, asked.temperature) == ([[1], [2], [3]], "*.jsonl", 0.5)
+    assert (asked.prompt_ids, asked.name, asked.temperature) == ([[1], [2], [3]], "a, b", 0.5)
     assert "300 rounds of 3 prompts: error of survival 5.0% before, 2.0%" in capsys.readouterr().out
 
 
