@@ -11,6 +11,9 @@ Acceptance figures are those of `dspark.acceptance`. Beside them, per set and po
   draft on the same prompts, over the first ``plain_tokens`` tokens of each; in turns, so that a
   slow minute of the machine hits both.
 - ``tokens_per_s``: new tokens / (prefill + decode time), with the draft.
+- ``confidence``, of all prompts together: how far the draft's confidence head can be believed, as
+  `decoding.calibration` defines it, ``before`` as the head has it and ``after`` with the
+  checkpoint's temperatures (None without any). Told by replays, which no time above counts.
 - ``lossless``: every prompt's token ids are equal with and without the draft, to their ends.
 """
 
@@ -30,14 +33,17 @@ from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.decoding import (
     Completion,
     DecodeParams,
+    Outcomes,
     SamplingParams,
     decode,
     decode_plain,
     draft_limit,
+    measures,
+    replay,
 )
 from dspark.draft import DSparkDraftModel
 from dspark.errors import DataError
-from dspark.progress import Bar
+from dspark.progress import Bar, track
 from dspark.target import Target
 
 __all__ = [
@@ -45,6 +51,7 @@ __all__ = [
     "Prompt",
     "PromptRun",
     "bootstrap_interval",
+    "encode_sets",
     "evaluate",
     "figures",
     "tpot_ms",
@@ -132,7 +139,7 @@ def evaluate(
         TargetError: the tokenizer has no chat template.
         ConfigError: a setting is out of range.
     """
-    encoded, rejects = _encode_all(target, tokenizer, prompt_sets, settings.limit, thinking)
+    encoded, rejects = encode_sets(target, tokenizer, prompt_sets, settings.limit, thinking)
     most = draft_limit(draft.block_size, num_draft_tokens, confidence_threshold)
     params = DecodeParams(
         max_new_tokens=settings.max_new_tokens,
@@ -154,7 +161,10 @@ def evaluate(
     prompts = [ids for one in encoded.values() for ids in one]
     return EvalReport(
         sets={name: figures(one, seed=settings.seed) for name, one in runs.items()},
-        pooled=figures(every, seed=settings.seed),
+        pooled={
+            **figures(every, seed=settings.seed),
+            "confidence": _confidence(target, draft, prompts, every, params),
+        },
         lossless=_lossless(target, draft, prompts[:other_mode_prompts], params, every),
         rejects=rejects,
         settings={
@@ -169,14 +179,19 @@ def evaluate(
     )
 
 
-def _encode_all(
+def encode_sets(
     target: Target,
     tokenizer: Any,
     prompt_sets: Mapping[str, Sequence[Prompt]],
     limit: int | None,
-    thinking: bool | None,
+    thinking: bool | None = None,
 ) -> tuple[dict[str, list[list[int]]], Rejects]:
-    """Token ids of each set; a prompt that cannot be decoded is counted, an empty set refused."""
+    """Token ids of the first ``limit`` prompts of each set; what cannot be decoded is counted.
+
+    Raises:
+        DataError: a set has no prompt that can be decoded.
+        TargetError: the tokenizer has no chat template.
+    """
     encoded: dict[str, list[list[int]]] = {}
     rejects = Rejects()
     for name, prompts in prompt_sets.items():
@@ -236,6 +251,30 @@ def _decode_all(
             runs[name].append(PromptRun(done[True], known, done[False]))
             bar.advance(set=name)
     return runs
+
+
+def _confidence(
+    target: Target,
+    draft: DSparkDraftModel,
+    prompts: Sequence[Sequence[int]],
+    runs: Sequence[PromptRun],
+    params: DecodeParams,
+) -> dict[str, Any] | None:
+    """None without a confidence head, or a round that shows it."""
+    if draft.confidence_head is None:
+        return None
+    rounds: list[Outcomes] = []
+    pairs = list(zip(prompts, runs, strict=True))
+    for index, (ids, run) in enumerate(track(pairs, "confidence", len(pairs))):
+        mine = replace(seeded(params, index), confidence_threshold=0.0)
+        replay(target, draft, ids, run.drafted.token_ids, mine, outcomes=rounds)
+    if not rounds:
+        return None
+    whole, temperatures = Outcomes.together(rounds), draft.config.sts_temperatures
+    return {
+        "before": measures(whole),
+        "after": measures(whole, temperatures) if temperatures else None,
+    }
 
 
 def _lossless(

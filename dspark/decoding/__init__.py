@@ -1,6 +1,7 @@
 """Decoding one prompt with target and draft: the very loop that training, evaluation, export
 check and server share."""
 
+from dspark.decoding.calibration import Outcomes, fit_temperatures, measures
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
 from dspark.decoding.plain import decode_plain
@@ -14,6 +15,7 @@ __all__ = [
     "Completion",
     "DecodeParams",
     "Logprob",
+    "Outcomes",
     "ReferenceStep",
     "SamplingParams",
     "StepResult",
@@ -21,6 +23,8 @@ __all__ = [
     "decode",
     "decode_plain",
     "draft_limit",
+    "fit_temperatures",
+    "measures",
     "replay",
     "stream",
 ]

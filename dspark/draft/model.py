@@ -148,6 +148,14 @@ class DSparkDraftModel(PreTrainedModel):
         out: Tensor = self.confidence_head(hidden, embedding)
         return out
 
+    def confidence(self, hidden: Tensor, embedding: Tensor | None, slot: int) -> Tensor | None:
+        """[...] chance that ``slot`` is kept if all before it are; None without the head."""
+        logits = self.confidence_logits(hidden, embedding)
+        if logits is None:
+            return None
+        temperatures = self.config.sts_temperatures
+        return (logits / temperatures[slot] if temperatures else logits).sigmoid()
+
     # --- training ------------------------------------------------------------------------
 
     def forward(
