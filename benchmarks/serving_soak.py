@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from dspark.serving.engine import LocalModel
 from dspark.serving.server import serve
 from dspark.serving.settings import ServeSettings
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
@@ -192,6 +193,12 @@ def settled(address: str, within_s: float = 10.0) -> dict[str, float]:
         time.sleep(0.02)
 
 
+def tiny_model() -> LocalModel:
+    """What the server's engine process loads."""
+    target = tiny_target()
+    return LocalModel(target, tiny_draft(target))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Many clients, some of which hang up.")
     parser.add_argument("--requests", type=int, default=1000)
@@ -203,9 +210,8 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help="be the server")
     args = parser.parse_args()
     if args.serve:
-        target = tiny_target()
         settings = ServeSettings(max_queue=args.clients)
-        serve(target, tiny_draft(target), tiny_tokenizer(), port=args.port, settings=settings)
+        serve(tiny_model, tiny_tokenizer(), port=args.port, settings=settings)
         return 0
     command = [sys.executable, __file__, "--serve", "--port", str(args.port)]
     server = subprocess.Popen([*command, "--clients", str(args.clients)])

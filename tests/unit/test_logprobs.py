@@ -17,7 +17,7 @@ from dspark.decoding import (
 )
 from dspark.decoding.logprobs import logprobs_of
 from dspark.errors import ConfigError
-from dspark.serving.engine import Decoder, Engine
+from dspark.serving.engine import Decoder, LocalModel
 from dspark.serving.likelihood import TokenNames
 from dspark.serving.prepare import Preparer
 from dspark.serving.protocol import ApiError, ChatMessage, ChatRequest
@@ -257,9 +257,8 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_an_engine_without_them_says_so(pair: tuple[Any, Any]) -> None:
-    engine = Engine(*pair, TOKENIZER, decoder=Decoder("graph", lambda *_: iter(())))
-    engine.close()
-    preparer = Preparer(pair[0], TOKENIZER, ServeSettings(), logprobs=engine.decoder.logprobs)
+    model = LocalModel(*pair, decoder=Decoder("graph", lambda *_: iter(())))
+    preparer = Preparer(model.card, TOKENIZER, ServeSettings())
     messages = [ChatMessage(role="user", content="a")]
     with pytest.raises(ApiError, match="--engine reference") as caught:
         preparer.chat(ChatRequest(messages=messages, logprobs=True))

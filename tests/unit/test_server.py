@@ -22,7 +22,7 @@ from dspark.decoding import Commit, DecodeParams, stream
 from dspark.errors import ConfigError
 from dspark.serving import engine as engine_module
 from dspark.serving import server as server_module
-from dspark.serving.prepare import Preparer
+from dspark.serving.engine import LocalModel
 from dspark.serving.server import running
 from dspark.serving.settings import ServeSettings
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
@@ -290,7 +290,7 @@ def test_a_bad_default_of_the_model_names_its_file(key: str, value: Any, words: 
     target = tiny_target()
     setattr(target.model.generation_config, key, value)
     with pytest.raises(ConfigError) as caught:
-        Preparer(target, TOKENIZER, ServeSettings())
+        LocalModel(target, None)
     assert str(caught.value) == f"generation_config.json of target 'tiny': {words}"
 
 
@@ -606,7 +606,7 @@ def told_to_stop(
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """A server on a thread, its address, and what a SIGTERM calls; ends when the server has."""
     with server_module._listen("127.0.0.1", 0) as sock:
-        server = server_module._server(*pair, TOKENIZER, None, settings, None)
+        server = server_module._server(LocalModel(*pair, settings), TOKENIZER, None, settings, None)
         sock.listen(16)
         thread = threading.Thread(target=server.run, args=([sock],))
         thread.start()
