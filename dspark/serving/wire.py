@@ -6,9 +6,9 @@ untaken: nothing piles up, and a request that is stopped costs at most two more 
 """
 
 import pickle
+import select
 import socket
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dspark.decoding import Commit, DecodeParams
 from dspark.serving.card import ModelCard
@@ -34,62 +34,52 @@ _HEADER = 4
 _CHUNK = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(NamedTuple):
     """To the process: decode this prompt."""
 
     prompt_ids: list[int]
     params: DecodeParams
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """To the process: one commit was taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """To the process: no further step of this decode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(NamedTuple):
     """To the process, while it decodes nothing: are you there?"""
 
 
-@dataclass(frozen=True, slots=True)
-class Pong:
+class Pong(NamedTuple):
     """From the process: yes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """From the process, first: the model is loaded."""
 
     card: ModelCard
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(NamedTuple):
     """From the process: tokens became final."""
 
     commit: Commit
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(NamedTuple):
     """From the process: this decode failed; the next one may well succeed."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """From the process: this decode is over and the device is quiet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(NamedTuple):
     """From the process, last: it can not begin, or not go on. ``kind``: the error's class."""
 
     kind: str
@@ -102,20 +92,26 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._read = bytearray()
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
 
     def send(self, message: object, timeout_s: float | None = None) -> None:
-        """Hand a message over.
+        """Hand a message over; None waits for ever.
 
         Raises:
             TimeoutError: the other end does not read; the wire is of no use afterwards.
             EOFError: the other end is closed.
         """
         raw = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._sock.settimeout(timeout_s)
-        try:
-            self._sock.sendall(len(raw).to_bytes(_HEADER) + raw)
-        except ConnectionError:
-            raise EOFError from None
+        rest = memoryview(len(raw).to_bytes(_HEADER) + raw)
+        while rest:
+            try:
+                rest = rest[self._sock.send(rest, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                _wait(self._writable, timeout_s)
+            except ConnectionError:
+                raise EOFError from None
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """The next message; None waits for ever, 0 not at all.
@@ -124,15 +120,16 @@ class Wire:
             TimeoutError: there is none yet.
             EOFError: the other end is closed.
         """
-        self._sock.settimeout(timeout_s)
         while True:
             end = _HEADER + int.from_bytes(self._read[:_HEADER])
-            if len(self._read) >= max(end, _HEADER + 1):
+            if len(self._read) >= end > _HEADER:
                 message = pickle.loads(self._read[_HEADER:end])
                 del self._read[:end]
                 return message
+            if timeout_s != 0:
+                _wait(self._readable, timeout_s)
             try:
-                chunk = self._sock.recv(_CHUNK)
+                chunk = self._sock.recv(_CHUNK, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 raise TimeoutError from None
             except ConnectionError:
@@ -144,3 +141,8 @@ class Wire:
     def close(self) -> None:
         """The other end sees it at its next message."""
         self._sock.close()
+
+
+def _wait(event: select.poll, timeout_s: float | None) -> None:
+    if not event.poll(None if timeout_s is None else 1000 * timeout_s):
+        raise TimeoutError
