@@ -8,6 +8,7 @@ untaken: nothing piles up, and a request that is stopped costs at most two more 
 import pickle
 import select
 import socket
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dspark.decoding import Commit, DecodeParams
@@ -139,7 +140,9 @@ class Wire:
             self._read += chunk
 
     def close(self) -> None:
-        """The other end sees it at its next message."""
+        """The other end sees it at its next message, whoever else holds this one's socket."""
+        with suppress(OSError):  # the other end closed first
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 

@@ -16,7 +16,7 @@ from dspark.serving import engine as engine_module
 from dspark.serving.engine import Decoder, Draining, Engine, LocalModel, QueueFull
 from dspark.serving.request import Delta, Event, Failed, Finished, GenerateParams
 from dspark.serving.settings import ServeSettings
-from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
+from dspark.testing import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -66,12 +66,6 @@ def start() -> Iterator[Callable[..., Engine]]:
     yield begin
     for one in started:
         one.close()
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = tiny_target()
-    return target, tiny_draft(target)
 
 
 def script(monkeypatch: pytest.MonkeyPatch, play: Callable[..., Iterator[Commit]]) -> None:

@@ -22,19 +22,12 @@ from dspark.serving.likelihood import TokenNames
 from dspark.serving.prepare import Preparer
 from dspark.serving.protocol import ApiError, ChatMessage, ChatRequest
 from dspark.serving.settings import ServeSettings
-from dspark.testing import tiny_draft, tiny_target
 from tests.unit.served import CHAT, MESSAGES, answer, chunks_of, client_of, refusal, tokenizer_of
 from tests.unit.test_stream import sentencepiece_like
 
 TOKENIZER = tokenizer_of()
 PROMPT = list(range(40, 52))
 FILTERED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=3)
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = tiny_target()
-    return target, tiny_draft(target)
 
 
 @pytest.fixture(scope="module")

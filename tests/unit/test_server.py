@@ -1,13 +1,10 @@
 """The server over real HTTP on 127.0.0.1: what clients of OpenAI and SGLang get to see."""
 
-import contextlib
 import itertools
 import json
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +22,7 @@ from dspark.serving import server as server_module
 from dspark.serving.engine import LocalModel
 from dspark.serving.server import running
 from dspark.serving.settings import ServeSettings
-from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
+from dspark.testing import tiny_target, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -35,12 +32,6 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LIMIT = 512
 """Positions of the tiny target."""
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = tiny_target()
-    return target, tiny_draft(target)
 
 
 @pytest.fixture(scope="module")
@@ -668,36 +659,6 @@ def test_a_drain_that_takes_too_long_ends_the_stream_as_it_stands(
         rest = [line for line in lines if line]
         last = json.loads(rest[-2].removeprefix("data: "))
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_server_process_with_exit_code_0() -> None:
-    program = """
-from dspark.serving.server import serve
-from dspark.testing import tiny_target, tiny_tokenizer
-import sys
-serve(tiny_target(), None, tiny_tokenizer(), port=int(sys.argv[1]))
-"""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-c", program, str(port)])
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-            end = time.monotonic() + 120
-            while True:
-                with contextlib.suppress(httpx.ConnectError):
-                    if http.get("/health").status_code == 200:
-                        break
-                assert time.monotonic() < end
-                assert process.poll() is None
-                time.sleep(0.2)
-            post(http, "chat", max_tokens=2)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_line_separator_in_the_text_breaks_no_event(
