@@ -125,8 +125,6 @@ class EngineProcess:
 
     def check(self) -> None:
         """Is it there? Asks, and takes the answer at a later call."""
-        if self._lost is not None:
-            raise self._lost
         if not self._process.is_alive():
             raise self._lose(self._end())
         now = time.monotonic()

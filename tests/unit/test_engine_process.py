@@ -130,15 +130,15 @@ def test_an_idle_process_that_dies_is_noticed(monkeypatch: Any) -> None:
     with served(monkeypatch, model) as http:
         assert http.get("/health").status_code == 200
         model.signal(KILL)
-        assert until(lambda: http.get("/health").status_code == 503) < 1
+        assert until(lambda: http.get("/health").status_code == 503) < 0.7
         assert "SIGKILL" in http.get("/health").text
 
 
 def test_an_idle_process_that_hangs_is_noticed(monkeypatch: Any) -> None:
     monkeypatch.setattr(process, "_QUIET_S", 0.1)
     model = Scripted()
-    with served(monkeypatch, model, step_timeout_s=0.3) as http:
-        time.sleep(1.2)
+    with served(monkeypatch, model, step_timeout_s=0.8) as http:
+        time.sleep(1.0)
         assert http.get("/health").status_code == 200
         model.signal(STOP)
         until(lambda: "waiting for a request" in http.get("/health").text)
