@@ -266,8 +266,13 @@ def _wait(address: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def _resident_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) / 1024
+    """Of the server and its engine process; libraries that both map count twice."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    total = 0
+    for one in (str(pid), *children):
+        lines = Path(f"/proc/{one}/status").read_text().splitlines()
+        total += int(next(line for line in lines if line.startswith("VmRSS:")).split()[1])
+    return total / 1024
 
 
 if __name__ == "__main__":
