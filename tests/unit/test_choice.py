@@ -242,6 +242,7 @@ def test_asking_for_the_graph_engine_on_a_cpu_loads_nothing(
     # there are no weights: a run that went on would say so
     words = ["serve", "--target", str(tmp_path), "--engine", "graph", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["dspark", *words])
+    monkeypatch.setattr("dspark.serving.process._METHOD", "fork")  # quicker
     with pytest.raises(SystemExit) as end:
         main()
     said = capsys.readouterr().err

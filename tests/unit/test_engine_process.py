@@ -71,7 +71,9 @@ def test_another_process_gives_the_same_answers(pair: tuple[Any, Any], temperatu
         assert (here.text, here.finish_reason) == (there.text, there.finish_reason)
 
 
-def test_the_process_is_never_more_than_two_commits_ahead() -> None:
+def test_the_process_is_never_more_than_two_commits_ahead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = Scripted(step_s=0)
     with EngineProcess(model.load, ServeSettings()) as engine:
         commits = engine.stream([A], params(50))
@@ -84,6 +86,7 @@ def test_the_process_is_never_more_than_two_commits_ahead() -> None:
         assert model.steps.value == 9
         assert len(list(engine.stream([A], params(5)))) == 5
     assert not alive(model.pid.value)
+    assert "is killed" not in caplog.text, "it ends by itself"
 
 
 def test_a_client_that_leaves_costs_at_most_two_more_steps(monkeypatch: Any) -> None:
