@@ -3,12 +3,12 @@
 #
 #   train/acceptance_length.sh ARM [SEED] [key.sub=value ...]
 #
-# Needs $OUT/responses.jsonl (data/build_corpus.sh) and $OUT/outputs.json (benchmarks/study/outputs.py).
-# Arms: benchmarks/study/arms.py. STEPS of each; rows are appended to $RAW. A GPU: a minute or two an arm.
+# Needs $OUT/responses.jsonl (data/build_corpus.sh) and $OUT/outputs.json (benchmarks/study_outputs.py).
+# Arms: benchmarks/study_arms.py. STEPS of each; rows are appended to $RAW. A GPU: a minute or two an arm.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-ARM=${1:?an arm of benchmarks/study/arms.py}
+ARM=${1:?an arm of benchmarks/study_arms.py}
 SEED=${2:-0}
 shift $(($# > 1 ? 2 : 1))
 OUT=${OUT:-outputs/corpus}
@@ -18,8 +18,8 @@ STEPS=${STEPS:-1200}
 PYTHON=${PYTHON:-python}
 export PYTHONPATH=${PYTHONPATH:-.}
 
-SETTINGS=$("$PYTHON" benchmarks/study/arms.py "$ARM")
+SETTINGS=$("$PYTHON" benchmarks/study_arms.py "$ARM")
 # shellcheck disable=SC2086 # settings are a list
 "$PYTHON" train.py --config configs/smollm2-135m-study.yaml data.responses="[$OUT/responses.jsonl]" \
     train.steps="$STEPS" train.seed="$SEED" train.output_dir="$RUNS/$ARM-$SEED" $SETTINGS "$@"
-"$PYTHON" benchmarks/study/score.py --outputs "$OUT/outputs.json" --out "$RAW" "$RUNS/$ARM-$SEED"
+"$PYTHON" benchmarks/study_score.py --outputs "$OUT/outputs.json" --out "$RAW" "$RUNS/$ARM-$SEED"

@@ -43,7 +43,7 @@ class Proposed:
     """Behind each token of one output but the last."""
 
     hits: Tensor  # [N - 1, n] bool: the proposal is the output's token; False behind its end
-    confidence: Tensor | None  # [N - 1, n] float32 logits
+    confidence: Tensor | None  # [N - 1, n] float32 logits, as the head has them
 
 
 @torch.no_grad()
@@ -171,6 +171,7 @@ def rounds(
     limit: int,
     budget: int,
     threshold: float = 0.0,
+    temperatures: Sequence[float] | None = None,
 ) -> tuple[AcceptStats, list[int]]:
     """The rounds that a decode of this output takes, as `replay` counts them, and their anchors.
 
@@ -178,6 +179,7 @@ def rounds(
         limit: proposals a round makes at most, <= n.
         budget: new tokens that the request was allowed.
         threshold: a block ends before its first slot whose confidence is below it.
+        temperatures: of the slots' confidence, at least n; None: as the head has it.
     """
     stats = AcceptStats(limit)
     anchors = []
@@ -185,7 +187,10 @@ def rounds(
     kept_at = proposed.hits.cumprod(-1).sum(-1).tolist()
     offered = [limit] * count
     if threshold > 0 and proposed.confidence is not None:
-        offered = (proposed.confidence.sigmoid() >= threshold).cumprod(-1).sum(-1).tolist()
+        logits = proposed.confidence
+        if temperatures is not None:
+            logits = logits / torch.tensor(list(temperatures)[: logits.shape[1]])
+        offered = (logits.sigmoid() >= threshold).cumprod(-1).sum(-1).tolist()
     anchor = 0
     while anchor < count:
         num = max(0, min(limit, offered[anchor], budget - anchor - 2))

@@ -1,6 +1,6 @@
 """Tables of the study from its raw rows: every arm, and how far it is from one of them.
 
-    PYTHONPATH=. python benchmarks/study/report.py outputs/study/rows.jsonl --against stock
+    PYTHONPATH=. python benchmarks/study_report.py outputs/study/rows.jsonl --against stock
 
 Intervals are percentiles of a paired bootstrap over prompts: a resample draws prompts within each
 set, the same ones for both arms and all seeds. An arm's macro figure is the mean of its sets'
@@ -51,7 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     arms = read(args.rows)
     base = arms[args.against]
-    some = next(iter(base.values()))
+    some = {key: row for key, row in next(iter(base.values())).items() if key[0] != "all"}
     for temperature, width in sorted({key[1:] for key in some}):
         keys = [key for key in some if key[1:] == (temperature, width)]
         generator = torch.Generator().manual_seed(0)
@@ -63,9 +63,9 @@ def main() -> None:
         print(f"\nT={temperature:g}, {width} proposals a round; against {args.against}\n")
         print(
             f"| arm | seeds | {' | '.join(key[0] for key in keys)} | macro | difference "
-            "| 95% interval | ECE |"
+            "| 95% interval | ECE | calibrated |"
         )
-        print("|" + "---|" * (len(keys) + 6))
+        print("|" + "---|" * (len(keys) + 7))
         for arm, seeds in sorted(arms.items()):
             shared = sorted(
                 s
@@ -79,13 +79,13 @@ def main() -> None:
             each = [sum(seeds[s][k]["accept_length"] for s in shared) / len(shared) for k in keys]
             gain = 100 * (mine / theirs - 1)
             low, high = torch.quantile(gain[1:], torch.tensor([0.025, 0.975], dtype=torch.float64))
-            rated = [
-                seeds[s][k]["confidence"]["ece"]
-                for s in shared
-                for k in keys
-                if "confidence" in seeds[s][k]
-            ]
-            ece = f"{sum(rated) / len(rated):.3f}" if rated else ""
+            rated = [seeds[s].get(("all", temperature, width)) for s in shared]
+            ece = " | "
+            if all(rated):
+                ece = " | ".join(
+                    f"{sum(one[when]['slot']['ece'] for one in rated) / len(rated):.3f}"
+                    for when in ("before", "after")
+                )
             shown = " | ".join(f"{value:.3f}" for value in each)
             print(
                 f"| {arm} | {len(shared)} | {shown} | {mine[0]:.3f} | {gain[0]:+.2f}% "

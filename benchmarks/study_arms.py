@@ -1,6 +1,6 @@
 """The arms of the study, as settings of `dspark train`; rows, order and first weights are the same.
 
-PYTHONPATH=. python benchmarks/study/arms.py stock    # one line, for train/acceptance_length.sh
+PYTHONPATH=. python benchmarks/study_arms.py stock    # one line, for train/acceptance_length.sh
 """
 
 import sys

@@ -1,6 +1,6 @@
 """What the target answers to the evaluation prompts, once for all drafts: ids, no features.
 
-    PYTHONPATH=. python benchmarks/study/outputs.py --target smollm2-135m --limit 100 \\
+    PYTHONPATH=. python benchmarks/study_outputs.py --target smollm2-135m --limit 100 \\
         --prompts gsm8k.jsonl humaneval.jsonl math500.jsonl mt-bench.jsonl \\
         --out outputs/corpus/outputs.json
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ending import run
 from torch import Tensor
 
 from dspark.bench.prompt_sets import read_sets
@@ -109,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
