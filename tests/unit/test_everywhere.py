@@ -96,3 +96,16 @@ def test_a_narrower_round_needs_no_new_proposals() -> None:
     narrow, anchors = rounds(Proposed(hits, None), limit=2, budget=100)
     assert (wide.rounds, wide.accepted) == (3, 9)
     assert (narrow.rounds, narrow.accepted, anchors) == (4, 8, [0, 3, 6, 9])
+
+
+def test_temperatures_move_the_confidence_before_it_cuts() -> None:
+    hits = torch.ones(12, 4, dtype=torch.bool)
+    logits = torch.full((12, 4), 1.0)  # a confidence of 0.73
+    logits[:, 2] = -1.0
+    proposed = Proposed(hits, logits)
+    cut, _ = rounds(proposed, limit=4, budget=100, threshold=0.4)
+    assert cut.proposed == 2 * cut.rounds
+    # sigmoid(-1 / 4) is 0.44
+    mild, _ = rounds(proposed, limit=4, budget=100, threshold=0.4, temperatures=[1, 1, 4, 1])
+    assert mild.rounds < cut.rounds
+    assert mild.proposed > 3 * mild.rounds
