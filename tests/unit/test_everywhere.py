@@ -99,7 +99,7 @@ def test_a_narrower_round_needs_no_new_proposals() -> None:
 
 
 def test_temperatures_move_the_confidence_before_it_cuts() -> None:
-    hits = torch.ones(12, 4, dtype=torch.bool)
+    hits = torch.arange(12)[:, None] + torch.arange(4) < 12  # none behind the output's end
     logits = torch.full((12, 4), 1.0)  # a confidence of 0.73
     logits[:, 2] = -1.0
     proposed = Proposed(hits, logits)
