@@ -13,6 +13,7 @@ channels of the convolutions, W their taps, L layers with experts, V vocabulary.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -55,6 +56,7 @@ def recurrence_for(device: torch.device, size: int, heads: int) -> tuple[Recurre
     except ImportError as error:
         log.warning("the recurrence runs in plain PyTorch, several times slower: %s", error)
         return plain_recurrence, "plain"
+    _settle("fla.ops")
 
     def fused(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         q, k, v = (one.bfloat16() for one in (q, k, v))
@@ -71,6 +73,22 @@ def recurrence_for(device: torch.device, size: int, heads: int) -> tuple[Recurre
         log.warning("the recurrence runs in plain PyTorch: the kernel is off by %.2g here", wrong)
         return plain_recurrence, "plain"
     return fused, "flash-linear-attention"
+
+
+def _settle(package: str) -> None:
+    """Leave every kernel of ``package`` one way to be built.
+
+    Trying all of them takes minutes at the first call, as long as the whole training does.
+    """
+    found = [m for name, m in sys.modules.items() if name.startswith(package) and m is not None]
+    for kernel in (value for module in found for value in vars(module).values()):
+        # a tuner may lie under heuristics, each of which holds the next as `fn`
+        while kernel is not None and not hasattr(kernel, "configs"):
+            kernel = getattr(kernel, "fn", None) if hasattr(kernel, "run") else None
+        if kernel is not None and len(kernel.configs) > 1:
+            kernel.configs = [
+                min(kernel.configs, key=lambda c: (abs(c.num_warps - 4), abs(c.num_stages - 3)))
+            ]
 
 
 def _difference(other: Recurrence, device: torch.device, size: int, heads: int) -> float:

@@ -1,6 +1,9 @@
 """The training forward of a Ling-3.0 model against the model itself."""
 
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from dspark.target.model import LingModel
 from dspark.target.mtp import nextn_hidden
 from dspark.target.weights import load_model, save_model
 from dspark.testing import TINY_LING, tiny_ling
+from dspark.training import ling_forward
 from dspark.training.ling_forward import TrainingForward, balance, initialise
 
 
@@ -125,3 +129,15 @@ def test_a_fresh_model_forgets_at_all_speeds_and_begins_as_its_embedding() -> No
     with torch.no_grad():
         hidden, _, _ = TrainingForward(model).hidden(rows[:, :-2], rows[:, 1:-1])
         torch.testing.assert_close(hidden, model.model.norm(model.embed(rows[:, :-2])))
+
+
+def test_a_kernel_is_left_one_way_to_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [SimpleNamespace(num_warps=w, num_stages=s) for w in (1, 4, 8) for s in (2, 3)]
+    tuner = SimpleNamespace(configs=list(ways), run=None)
+    module: Any = ModuleType("tuned.kernels")
+    module.kernel = SimpleNamespace(fn=SimpleNamespace(fn=tuner, run=None), run=None)
+    module.other = SimpleNamespace(fn=SimpleNamespace(configs=[1, 2]))  # no kernel
+    monkeypatch.setitem(sys.modules, "tuned.kernels", module)
+    ling_forward._settle("tuned")
+    assert tuner.configs == [ways[3]]
+    assert module.other.fn.configs == [1, 2]
