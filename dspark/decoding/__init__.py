@@ -3,8 +3,10 @@ check and server share."""
 
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
+from dspark.decoding.nextn import NextNDraft, nextn_draft, nextn_proposals
 from dspark.decoding.plain import decode_plain
-from dspark.decoding.reference_step import ReferenceStep, StepResult, draft_limit
+from dspark.decoding.proposer import draft_limit
+from dspark.decoding.reference_step import Draft, ReferenceStep, StepResult, proposal_limit
 from dspark.decoding.replay import replay
 from dspark.decoding.sampling import SamplingParams
 
@@ -13,7 +15,9 @@ __all__ = [
     "Commit",
     "Completion",
     "DecodeParams",
+    "Draft",
     "Logprob",
+    "NextNDraft",
     "ReferenceStep",
     "SamplingParams",
     "StepResult",
@@ -21,6 +25,9 @@ __all__ = [
     "decode",
     "decode_plain",
     "draft_limit",
+    "nextn_draft",
+    "nextn_proposals",
+    "proposal_limit",
     "replay",
     "stream",
 ]

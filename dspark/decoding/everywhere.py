@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark.acceptance import AcceptStats
-from dspark.decoding.reference_step import SHORTLIST
+from dspark.decoding.proposer import SHORTLIST
 from dspark.decoding.sampling import SamplingParams, filter_logits, gumbel
 from dspark.draft import DSparkDraftModel
 
@@ -70,7 +70,9 @@ def propose_everywhere(
     sparse, draft.sparse_attention = draft.sparse_attention, False
     try:
         for group, first, width in _passes(counts, draft.block_size):
-            hits, confidence = _one_pass(draft, [outputs[i] for i in group], first, width, sampling, most)
+            hits, confidence = _one_pass(
+                draft, [outputs[i] for i in group], first, width, sampling, most
+            )
             for row, index in enumerate(group):
                 last = min(first + width, counts[index])
                 if last <= first:

@@ -12,9 +12,8 @@ import torch
 
 from dspark.acceptance import AcceptStats
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
-from dspark.decoding.reference_step import ReferenceStep, draft_limit
+from dspark.decoding.reference_step import Draft, ReferenceStep, proposal_limit
 from dspark.decoding.sampling import SamplingParams
-from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.target import Target
 
@@ -115,7 +114,7 @@ def stop_ids(target: Target, params: DecodeParams) -> frozenset[int]:
 
 def stream(
     target: Target,
-    draft: DSparkDraftModel | None,
+    draft: Draft | None,
     prompt_ids: Sequence[int],
     params: DecodeParams,
 ) -> Iterator[Commit]:
@@ -160,14 +159,14 @@ def stream(
 
 def decode(
     target: Target,
-    draft: DSparkDraftModel | None,
+    draft: Draft | None,
     prompt_ids: Sequence[int],
     params: DecodeParams,
 ) -> Completion:
     """`stream`, gathered. Raises as `stream` does."""
     limit = 0
     if draft is not None and params.num_draft_tokens != 0:
-        limit = draft_limit(draft.block_size, params.num_draft_tokens, params.confidence_threshold)
+        limit = proposal_limit(draft, params.num_draft_tokens, params.confidence_threshold)
     stats = AcceptStats(limit)
     tokens: list[int] = []
     steps: list[float] = []
