@@ -13,7 +13,13 @@ __all__ = ["register"]
 
 def _serve(
     target: Annotated[str, typer.Option(help="Directory, hub id or known name.")],
-    draft: Annotated[str | None, typer.Option(help="Exported draft; none: plain decoding.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Exported draft, or nextn:N, the target's own NEXTN block with N proposals a "
+            "round; none: plain decoding."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -47,6 +53,7 @@ def _serve(
 
     Example: dspark serve --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block8
     """
+    from dspark.decoding import Draft, nextn_draft, nextn_proposals
     from dspark.export.load import load_draft
     from dspark.export.template import warn_of_another
     from dspark.serving.choice import foresee
@@ -74,14 +81,18 @@ def _serve(
         keepalive_s=keepalive_s,
         drain_s=drain_s,
     )
+    depth = nextn_proposals(draft) if draft else None
     tokenizer = load_tokenizer(config.target)
-    if draft:
+    if draft and depth is None:
         warn_of_another(draft, tokenizer)
     settings = foresee(config.target, draft, settings)
-    loaded = load(config.target)
+    loaded = load(config.target, nextn=depth is not None)
+    model: Draft | None = None
+    if draft:
+        model = load_draft(draft, target=loaded) if depth is None else nextn_draft(loaded, depth)
     serve(
         loaded,
-        load_draft(draft, target=loaded) if draft else None,
+        model,
         tokenizer,
         host=host,
         port=port,

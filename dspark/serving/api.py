@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 import dspark
+from dspark.decoding import Draft, NextNDraft
 from dspark.serving.answer import AnswerParser
 from dspark.serving.engine import Engine
 from dspark.serving.prepare import Preparer, Work
@@ -90,7 +91,7 @@ class Api:
             "engine": engine.decoder.name,
             "context": engine.context,
             "max_model_len": self.preparer.max_model_len,
-            "speculative_algorithm": "DSPARK" if engine.draft is not None else None,
+            "speculative_algorithm": _algorithm(engine.draft),
             "num_draft_tokens": engine.num_draft_tokens,
             "settings": asdict(engine.settings),
             "internal_states": [engine.metrics.snapshot()],
@@ -103,6 +104,13 @@ class Api:
             "tokenizer_path": self.tokenizer_path,
             "is_generation": True,
         }
+
+
+def _algorithm(draft: Draft | None) -> str | None:
+    """As SGLang names it."""
+    if draft is None:
+        return None
+    return "NEXTN" if isinstance(draft, NextNDraft) else "DSPARK"
 
 
 def new_request_id() -> str:

@@ -17,8 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from dspark.acceptance import AcceptStats
-from dspark.decoding import Commit, DecodeParams, draft_limit, stream
-from dspark.draft import DSparkDraftModel
+from dspark.decoding import Commit, DecodeParams, Draft, proposal_limit, stream
 from dspark.errors import ConfigError, DSparkError, RunError
 from dspark.serving.metrics import Metrics
 from dspark.serving.request import (
@@ -80,7 +79,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        draft: DSparkDraftModel | None,
+        draft: Draft | None,
         tokenizer: Any,
         settings: ServeSettings | None = None,
         decoder: Decoder | None = None,
@@ -363,7 +362,7 @@ def end_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(() if eos is None else (eos,))
 
 
-def proposals(draft: DSparkDraftModel | None, settings: ServeSettings) -> int:
+def proposals(draft: Draft | None, settings: ServeSettings) -> int:
     """Proposals a round at most; 0 without a draft.
 
     Raises:
@@ -374,4 +373,4 @@ def proposals(draft: DSparkDraftModel | None, settings: ServeSettings) -> int:
         if wanted is not None:
             raise ConfigError(f"serve.num_draft_tokens is {wanted}, but there is no draft")
         return 0
-    return draft_limit(draft.block_size, wanted, settings.confidence_threshold)
+    return proposal_limit(draft, wanted, settings.confidence_threshold)

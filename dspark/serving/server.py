@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dspark
-from dspark.draft import DSparkDraftModel
+from dspark.decoding import Draft
 from dspark.errors import ConfigError
 from dspark.serving.api import Api, new_request_id, request_id_of
 from dspark.serving.choice import choose
@@ -146,7 +146,7 @@ class _Server(uvicorn.Server):
 
 def _server(
     target: Target,
-    draft: DSparkDraftModel | None,
+    draft: Draft | None,
     tokenizer: Any,
     model_name: str | None,
     settings: ServeSettings | None,
@@ -179,7 +179,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def serve(
     target: Target,
-    draft: DSparkDraftModel | None,
+    draft: Draft | None,
     tokenizer: Any,
     *,
     host: str = "127.0.0.1",
@@ -205,7 +205,7 @@ def serve(
 @contextmanager
 def running(
     target: Target,
-    draft: DSparkDraftModel | None,
+    draft: Draft | None,
     tokenizer: Any,
     *,
     port: int = 0,

@@ -182,6 +182,11 @@ def test_serve_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch)
     assert serve.options == {"host": "h", "port": 0, "model_name": "m", "api_key": "k"}
     assert run(monkeypatch, "serve", "--target", "smollm2-135m") == 0
     assert serve.args[1] is None
+    load = stub("target.load", "TARGET")
+    block = stub("decoding.nextn_draft", "BLOCK")
+    assert run(monkeypatch, "serve", "--target", "smollm2-135m", "--draft", "nextn:4") == 0
+    assert serve.args[1] == "BLOCK"
+    assert (load.options, block.args) == ({"nextn": True}, ("TARGET", 4))
 
 
 def test_sampling_tells_where_every_row_is(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from dspark.decoding import (
 )
 from dspark.decoding.sampling import pick
 from dspark.errors import ConfigError, TargetError
+from dspark.serving.server import running
 from dspark.target import LingTarget, load
 from dspark.target.ling import sequence_call
 from dspark.target.mtp import nextn_hidden
-from dspark.testing import save_tiny_ling, save_tiny_target, tiny_ling, tiny_target
+from dspark.testing import save_tiny_ling, save_tiny_target, tiny_ling, tiny_target, tiny_tokenizer
 
 PROMPT = torch.randint(4, 500, (20,), generator=torch.Generator().manual_seed(0))
 GREEDY = SamplingParams()
@@ -78,6 +80,23 @@ def test_every_round_proposes_what_the_whole_sequence_says(
         kept.append(result.num_accepted)
     # rounds that keep nothing, a part and all leave another context each
     assert {0, 4} < set(kept)
+
+
+def test_a_server_drafts_with_it(target: LingTarget) -> None:
+    draft, tokenizer = nextn_draft(target, 3), tiny_tokenizer()
+    # so hot that noise decides, or hardly a proposal is kept
+    body = {"prompt": PROMPT.tolist(), "max_tokens": 16, "temperature": 2, "seed": 3}
+    texts, drafted = [], []
+    for one in (draft, None):
+        with (
+            running(target, one, tokenizer) as address,
+            httpx.Client(base_url=address, timeout=60) as http,
+        ):
+            texts.append(http.post("/v1/completions", json=body).json()["choices"][0]["text"])
+            info = http.get("/server_info").json()
+            drafted.append((info["speculative_algorithm"], info["num_draft_tokens"]))
+    assert texts[0] == texts[1] != ""
+    assert drafted == [("NEXTN", 3), (None, 0)]
 
 
 def test_a_name_tells_the_proposals_of_a_round(target: LingTarget) -> None:
