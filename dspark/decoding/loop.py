@@ -38,6 +38,9 @@ class DecodeParams:
     """Proposals a round; None: `draft_limit`'s default; 0: as if there were no draft."""
     confidence_threshold: float = 0.0
     """Cut the proposals before the first slot below it; 0 never cuts."""
+    rejection: bool = False
+    """Judge sampled proposals by `decoding.rejection`: more are kept, but the output is another one
+    than without the draft, of the same distribution. For the reference engine."""
     top_logprobs: int | None = None
     """Log probabilities of the tokens, with so many alternatives; None: none are computed."""
 
@@ -137,6 +140,7 @@ def stream(
         num_draft_tokens=params.num_draft_tokens,
         confidence_threshold=params.confidence_threshold,
         top_logprobs=params.top_logprobs,
+        rejection=params.rejection,
     )
     begun = time.perf_counter()
     tokens = [step.prefill(torch.tensor(prompt_ids, dtype=torch.int64))]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dspark.decoding.proposer import MAX_PROPOSALS
-from dspark.decoding.sampling import SamplingParams, pick
+from dspark.decoding.sampling import SamplingParams, filter_logits, pick
 from dspark.errors import ConfigError
 from dspark.target import LingTarget, Target
 from dspark.target.model import LingModel
@@ -80,6 +80,7 @@ class NextNProposer:
         self._latents = attention.new_state(1, self._device)  # type: ignore[call-arg]
         self._length = 0
         self._hidden: Tensor | None = None  # [1, 1, D], of the last token
+        self.proposal_p: list[Tensor] | None = None
 
     @torch.no_grad()
     def extend(self, features: Tensor, next_ids: Tensor) -> None:
@@ -97,11 +98,16 @@ class NextNProposer:
         """As `Proposer.propose`. What it writes lies behind the context, and `extend` over it."""
         assert self._hidden is not None
         hidden, token = self._hidden, anchor
+        if self.proposal_p is not None:
+            self.proposal_p = []
         proposals = []
         for position in range(self._length - 1, self._length - 1 + most):
             hidden = self._pass(hidden, token, position)
             where = torch.tensor([position + 2], device=self._device)
-            token = pick(self._model.logits(hidden[0]), self._params, where)[0]
+            logits = self._model.logits(hidden[0])
+            if self.proposal_p is not None:
+                self.proposal_p.append(filter_logits(logits, self._params)[0].softmax(-1))
+            token = pick(logits, self._params, where)[0]
             proposals.append(token)
         return torch.stack(proposals) if proposals else anchor.new_empty(0)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dspark.decoding.sampling import SamplingParams, pick_candidate
+from dspark.decoding.sampling import SamplingParams, filter_logits, pick_candidate
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 
@@ -51,6 +51,9 @@ def draft_limit(block_size: int, num_draft_tokens: int | None, threshold: float 
 class Proposer(Protocol):
     """A draft of one sequence."""
 
+    proposal_p: list[Tensor] | None
+    """What each proposal of the last call was drawn from, [V] float32; None: not kept."""
+
     def extend(self, features: Tensor, next_ids: Tensor) -> None:
         """Append what the target says of tokens [n, ...] that it has consumed and kept.
 
@@ -73,6 +76,7 @@ class BlockProposer:
         self._params = params
         self._threshold = threshold
         self._context = draft.new_context()
+        self.proposal_p: list[Tensor] | None = None
 
     def extend(self, features: Tensor, next_ids: Tensor | None = None) -> None:
         """Append taps [n, F*D]; what stands behind them is not read."""
@@ -81,6 +85,8 @@ class BlockProposer:
     @torch.no_grad()
     def propose(self, anchor: Tensor, most: int) -> Tensor:
         """As `Proposer.propose`; ends before the first slot of too little confidence."""
+        if self.proposal_p is not None:
+            self.proposal_p = []
         if most < 1:
             return anchor.new_empty(0)
         draft, head = self.draft, self.draft.markov_head
@@ -102,6 +108,10 @@ class BlockProposer:
                 confidence = draft.confidence_logits(hidden[k], embedding)
                 if confidence is not None and float(confidence.sigmoid()) < self._threshold:
                     break
+            if self.proposal_p is not None:
+                some = filter_logits(logits[None], self._params)[0].softmax(-1)
+                every = some.new_zeros(base.shape[-1])
+                self.proposal_p.append(every.index_copy(0, candidates[k], some))
             previous = pick_candidate(logits, candidates[k], self._params, position + k + 1)
             proposals.append(previous)
         return torch.stack(proposals) if proposals else anchor.new_empty(0)

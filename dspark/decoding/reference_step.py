@@ -17,7 +17,8 @@ from torch import Tensor
 from dspark.decoding.logprobs import Logprob, logprobs_of
 from dspark.decoding.nextn import NextNDraft, NextNProposer
 from dspark.decoding.proposer import BlockProposer, Proposer, draft_limit
-from dspark.decoding.sampling import SamplingParams, pick
+from dspark.decoding.rejection import draw, judge
+from dspark.decoding.sampling import SamplingParams, filter_logits, pick
 from dspark.draft import DSparkDraftModel
 from dspark.target import Rows, Target
 
@@ -47,6 +48,7 @@ class ReferenceStep:
     """Decoding state of one sequence. Without a draft every round is one target step.
 
     ``top_logprobs``: keep `logprobs` of the tokens, with so many alternatives; None: don't.
+    ``rejection``: judge sampled proposals by `decoding.rejection` instead of coupled noise.
 
     Raises:
         ConfigError: `draft_limit` refuses the settings.
@@ -61,6 +63,7 @@ class ReferenceStep:
         num_draft_tokens: int | None = None,
         confidence_threshold: float = 0.0,
         top_logprobs: int | None = None,
+        rejection: bool = False,
     ) -> None:
         self.target = target
         self.params = params
@@ -79,6 +82,9 @@ class ReferenceStep:
         elif draft is not None:
             self._proposer = BlockProposer(draft, params, threshold=confidence_threshold)
             layer_ids = draft.layer_ids
+        self._rejection = rejection and not params.greedy
+        if self._proposer is not None and self._rejection:
+            self._proposer.proposal_p = []
         self._cache = target.new_cache(layer_ids)
         self._anchor = torch.zeros((), dtype=torch.int64, device=target.device)
 
@@ -119,7 +125,17 @@ class ReferenceStep:
         rows = self.target.verify(self._cache, torch.cat([self._anchor[None], proposals]))
         self._logits = rows.logits if self._top_logprobs is not None else None
         offsets = torch.arange(1, len(proposals) + 2, device=proposals.device)
-        return pick(rows.logits, self.params, self.position + offsets), self._features(rows)
+        positions = self.position + offsets
+        return self._choose(rows.logits, proposals, positions), self._features(rows)
+
+    def _choose(self, logits: Tensor, proposals: Tensor, positions: Tensor) -> Tensor:
+        if self._proposer is None or not self._rejection:
+            return pick(logits, self.params, positions)
+        uniform, noise = draw(self.params.seed, positions, logits.shape[-1])
+        target_p = filter_logits(logits, self.params).softmax(-1)
+        drawn = self._proposer.proposal_p
+        draft_p = torch.stack(drawn) if drawn else target_p[:0]
+        return judge(target_p, draft_p, proposals, uniform, noise)
 
     def _features(self, rows: Rows) -> Tensor:
         if not self._of_hidden:

@@ -206,6 +206,7 @@ class Scripted:
     def __init__(self, output: list[int], prompt: int, wrong_at: int | None) -> None:
         self.output, self.prompt, self.wrong_at = output, prompt, wrong_at
         self.read = 0
+        self.proposal_p: list[Tensor] | None = None
 
     def extend(self, taps: Tensor, next_ids: Tensor) -> None:
         self.read += len(taps)
