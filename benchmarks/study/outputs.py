@@ -1,7 +1,8 @@
 """What the target answers to the evaluation prompts, once for all drafts: ids, no features.
 
     PYTHONPATH=. python benchmarks/study/outputs.py --target smollm2-135m --limit 100 \\
-        --prompts gsm8k.jsonl humaneval.jsonl math500.jsonl mt-bench.jsonl --out outputs/study/outputs.json
+        --prompts gsm8k.jsonl humaneval.jsonl math500.jsonl mt-bench.jsonl \\
+        --out outputs/corpus/outputs.json
 
 Greedy and sampled with the noise that drafts are coupled by; both do not depend on a draft, so
 every arm of the study is judged on the same tokens (`dspark.decoding.everywhere`).

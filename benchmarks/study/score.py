@@ -1,7 +1,7 @@
-"""Judge drafts on known outputs: accept length of every prompt, slots, confidence; one JSON line each.
+"""Judge drafts on known outputs: accept lengths of prompts, slots, confidence; a JSON line a set.
 
-    PYTHONPATH=. python benchmarks/study/score.py --outputs outputs/study/outputs.json \\
-        --out benchmarks/raw/acceptance_length_202611.jsonl outputs/study/stock-0 outputs/study/acc050-0
+    PYTHONPATH=. python benchmarks/study/score.py --outputs outputs/corpus/outputs.json \\
+        --out outputs/study/rows.jsonl outputs/study/stock-0 outputs/study/acc050-0
 
 A draft is an exported directory or a training run (its newest checkpoint); its name in the rows is
 that of the directory, NAME-SEED.
@@ -45,7 +45,11 @@ def score(
             draft, outputs, SamplingParams(temperature=temperature), most=most
         )
         for name in dict.fromkeys(every[i]["set"] for i in mine):
-            chosen = [(p, every[i]) for p, i in zip(proposed, mine, strict=True) if every[i]["set"] == name]
+            chosen = [
+                (p, every[i])
+                for p, i in zip(proposed, mine, strict=True)
+                if every[i]["set"] == name
+            ]
             for width in widths:
                 rows.append(
                     {
@@ -141,7 +145,8 @@ def main() -> None:
             for row in rows:
                 out.write(json.dumps({"draft": path.name, **row}) + "\n")
         shown = " ".join(
-            f"{row['set']}@{row['temperature']:g}/{row['width']} {row['accept_length']:.3f}" for row in rows
+            f"{row['set']}@{row['temperature']:g}/{row['width']} {row['accept_length']:.3f}"
+            for row in rows
         )
         print(f"{path.name} {time.monotonic() - started:.0f} s: {shown}", flush=True)
 

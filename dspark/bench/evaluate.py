@@ -11,6 +11,9 @@ Acceptance figures are those of `dspark.acceptance`. Beside them, per set and po
   draft on the same prompts, over the first ``plain_tokens`` tokens of each; in turns, so that a
   slow minute of the machine hits all.
 - ``tokens_per_s``: new tokens / (prefill + decode time), with the draft.
+- ``confidence``, of all prompts together: how far the draft's confidence head can be believed, as
+  `decoding.calibration` defines it, ``before`` as the head has it and ``after`` with the
+  checkpoint's temperatures (None without any). Told by replays, which no time above counts.
 - ``lossless``: every prompt's token ids are equal with and without the draft, to their ends.
 """
 
@@ -31,13 +34,17 @@ from dspark.decoding import (
     Completion,
     DecodeParams,
     Draft,
+    NextNDraft,
+    Outcomes,
     SamplingParams,
     decode,
     decode_plain,
+    measures,
     proposal_limit,
+    replay,
 )
 from dspark.errors import DataError
-from dspark.progress import Bar
+from dspark.progress import Bar, track
 from dspark.target import Target
 
 __all__ = [
@@ -45,6 +52,7 @@ __all__ = [
     "Prompt",
     "PromptRun",
     "bootstrap_interval",
+    "encode_sets",
     "evaluate",
     "evaluate_all",
     "figures",
@@ -147,7 +155,7 @@ def evaluate_all(
         TargetError: the tokenizer has no chat template.
         ConfigError: a setting is out of range.
     """
-    encoded, rejects = _encode_all(target, tokenizer, prompt_sets, settings.limit, thinking)
+    encoded, rejects = encode_sets(target, tokenizer, prompt_sets, settings.limit, thinking)
     most = {
         name: proposal_limit(draft, num_draft_tokens, confidence_threshold)
         for name, draft in drafts.items()
@@ -175,7 +183,10 @@ def evaluate_all(
         draft = drafts[name]
         reports[name] = EvalReport(
             sets={part: figures(one, seed=settings.seed) for part, one in runs.items()},
-            pooled=figures(every, seed=settings.seed),
+            pooled={
+                **figures(every, seed=settings.seed),
+                "confidence": _confidence(target, draft, prompts, every, params),
+            },
             lossless=_lossless(target, draft, prompts[:other_mode_prompts], params, every),
             rejects=rejects,
             settings={
@@ -191,14 +202,19 @@ def evaluate_all(
     return reports
 
 
-def _encode_all(
+def encode_sets(
     target: Target,
     tokenizer: Any,
     prompt_sets: Mapping[str, Sequence[Prompt]],
     limit: int | None,
-    thinking: bool | None,
+    thinking: bool | None = None,
 ) -> tuple[dict[str, list[list[int]]], Rejects]:
-    """Token ids of each set; a prompt that cannot be decoded is counted, an empty set refused."""
+    """Token ids of the first ``limit`` prompts of each set; what cannot be decoded is counted.
+
+    Raises:
+        DataError: a set has no prompt that can be decoded.
+        TargetError: the tokenizer has no chat template.
+    """
     encoded: dict[str, list[list[int]]] = {}
     rejects = Rejects()
     for name, prompts in prompt_sets.items():
@@ -261,6 +277,30 @@ def _decode_all(
                 sets[name].append(PromptRun(done[draft], known, done[None]))
             bar.advance(set=name)
     return runs
+
+
+def _confidence(
+    target: Target,
+    draft: Draft,
+    prompts: Sequence[Sequence[int]],
+    runs: Sequence[PromptRun],
+    params: DecodeParams,
+) -> dict[str, Any] | None:
+    """None without a confidence head, or a round that shows it."""
+    if isinstance(draft, NextNDraft) or draft.confidence_head is None:
+        return None
+    rounds: list[Outcomes] = []
+    pairs = list(zip(prompts, runs, strict=True))
+    for index, (ids, run) in enumerate(track(pairs, "confidence", len(pairs))):
+        mine = replace(seeded(params, index), confidence_threshold=0.0)
+        replay(target, draft, ids, run.drafted.token_ids, mine, outcomes=rounds)
+    if not rounds:
+        return None
+    whole, temperatures = Outcomes.together(rounds), draft.config.sts_temperatures
+    return {
+        "before": measures(whole),
+        "after": measures(whole, temperatures) if temperatures else None,
+    }
 
 
 def _lossless(

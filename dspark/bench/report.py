@@ -110,6 +110,14 @@ def print_evaluation(report: Mapping[str, Any], *, file: TextIO | None = None) -
         [(slot, *rates) for slot, rates in slots],
         file=stream,
     )
+    if found := report.get("confidence"):
+        rows = [
+            (f"{key}, {of}", *((one or {}).get(of, {}).get(key) for one in found.values()))
+            for of in ("survival", "slot")
+            for key in ("ece", "auroc", "brier")
+        ]
+        columns = ("confidence", "as the head has it", "with sts_temperatures")
+        print_table("Confidence, pooled", columns, rows, file=stream)
     counts = ", ".join(f"{n}: {rounds}" for n, rounds in enumerate(report["histogram"]) if rounds)
     print(f"rounds by tokens they added: {counts or 'none'}", file=stream)
     for mode, one in report["lossless_checks"].items():

@@ -41,6 +41,20 @@ def _export(
     format: Format = "hf",
     slim: Slim = False,
     licence: Annotated[str | None, typer.Option(help="SPDX id for the card.")] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts (file, glob or hub id) to fit the confidence head's temperatures with; "
+            "not those you report on. Left out, nothing is fitted."
+        ),
+    ] = None,
+    calibrate_limit: Annotated[
+        int, typer.Option(min=2, help="First N prompts of each file.")
+    ] = 128,
+    calibrate_temperature: Annotated[
+        float,
+        typer.Option(min=0.0, max=2.0, help="Of their answers; what will be served. 0: greedy."),
+    ] = 0.0,
     check: Annotated[bool, typer.Option(help="Reload in a clean process and re-measure.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace a foreign directory.")] = False,
     as_json: Json = False,
@@ -49,29 +63,50 @@ def _export(
 
     Example: dspark export outputs/train outputs/draft --target smollm2-135m
     """
+    from dspark.bench.evaluate import encode_sets
+    from dspark.bench.prompt_sets import read_sets
+    from dspark.export.calibrate import Calibration
     from dspark.export.card import CardFacts
     from dspark.export.hf import export_draft
     from dspark.target import load, load_tokenizer
+
+    prompts = {} if calibrate is None else read_sets([calibrate])
 
     config = read_config(
         None, None, override("target.path", target), override("target.dtype", dtype)
     )
     tokenizer = load_tokenizer(config.target)
+    loaded = load(config.target)
+    calibration = None
+    if calibrate is not None:
+        encoded, _ = encode_sets(loaded, tokenizer, prompts, calibrate_limit)
+        calibration = Calibration(
+            prompt_ids=[ids for one in encoded.values() for ids in one],
+            name=", ".join(encoded),
+            temperature=calibrate_temperature,
+        )
     record = export_draft(
         run,
         out,
-        load(config.target),
+        loaded,
         weights=weights,
         format=format,
         slim=slim,
         tokenizer=tokenizer,
         facts=CardFacts(licence=licence) if licence else None,
+        calibration=calibration,
         check=check,
         overwrite=overwrite,
     )
     checked = record.get("check")
     figure = f", accept_length {checked['accept_length']:.3f} when decoded again" if checked else ""
     print(f"wrote {out}{figure}")
+    if found := record.get("calibration"):
+        before, after = (100 * found[when]["survival"]["ece"] for when in ("before", "after"))
+        print(
+            f"confidence calibrated on {found['rounds']} rounds of {found['num_prompts']} prompts: "
+            f"error of survival {before:.1f}% before, {after:.1f}% after"
+        )
     finish(record, as_json)
 
 

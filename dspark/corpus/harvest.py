@@ -17,7 +17,7 @@ from typing import Any
 from dspark.corpus.tasks import Task
 from dspark.errors import DataError
 
-__all__ = ["documented_functions", "stdlib_prompts", "wheel_prompts"]
+__all__ = ["documented_functions", "library_files", "stdlib_prompts", "wheel_prompts"]
 
 _NOT_LIBRARY = {
     "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "encodings", "__pycache__",
@@ -53,19 +53,24 @@ _MAX_BFCL = 900
 
 def stdlib_prompts(rng: random.Random, root: Path | None = None) -> list[Task]:
     """One request for each documented function under ``root`` (None: this Python's library)."""
-    root = root or Path(sysconfig.get_paths()["stdlib"])
     tasks: list[Task] = []
+    for name, source in library_files(root):
+        kind = "stdlib:" + ".".join(Path(name).with_suffix("").parts)
+        for whole, opening in documented_functions(source):
+            weights = [weight for weight, _, _ in _STDLIB_ASKS]
+            _, ask, closed = rng.choices(_STDLIB_ASKS, weights)[0]
+            code = whole if closed else opening
+            tasks.append(Task("code", kind, f"{ask}\n```python\n{code}\n```"))
+    return tasks
+
+
+def library_files(root: Path | None = None) -> Iterator[tuple[str, str]]:
+    """Name and text of each source file under ``root`` (None: this Python's library), sorted."""
+    root = root or Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)
         if _NOT_LIBRARY.isdisjoint(inside.parts):
-            source = path.read_text(encoding="utf-8", errors="replace")
-            kind = "stdlib:" + ".".join(inside.with_suffix("").parts)
-            for whole, opening in documented_functions(source):
-                weights = [weight for weight, _, _ in _STDLIB_ASKS]
-                _, ask, closed = rng.choices(_STDLIB_ASKS, weights)[0]
-                code = whole if closed else opening
-                tasks.append(Task("code", kind, f"{ask}\n```python\n{code}\n```"))
-    return tasks
+            yield inside.as_posix(), path.read_text(encoding="utf-8", errors="replace")
 
 
 def documented_functions(source: str) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """Decoding one prompt with target and draft: the very loop that training, evaluation, export
 check and server share."""
 
+from dspark.decoding.calibration import Outcomes, fit_temperatures, measures
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
 from dspark.decoding.nextn import NextNDraft, nextn_draft, nextn_proposals
@@ -18,6 +19,7 @@ __all__ = [
     "Draft",
     "Logprob",
     "NextNDraft",
+    "Outcomes",
     "ReferenceStep",
     "SamplingParams",
     "StepResult",
@@ -25,6 +27,8 @@ __all__ = [
     "decode",
     "decode_plain",
     "draft_limit",
+    "fit_temperatures",
+    "measures",
     "nextn_draft",
     "nextn_proposals",
     "proposal_limit",

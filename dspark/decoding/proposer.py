@@ -1,6 +1,6 @@
 """What a round asks of a draft: its context, and proposals behind an anchor.
 
-Symbols: n tokens, F tapped layers, D hidden, C shortlist.
+Symbols: n tokens, K slots of a block, F tapped layers, D hidden, C shortlist.
 """
 
 from typing import Protocol
@@ -77,6 +77,7 @@ class BlockProposer:
         self._threshold = threshold
         self._context = draft.new_context()
         self.proposal_p: list[Tensor] | None = None
+        self._hidden: Tensor | None = None  # [K, D] of the last block
 
     def extend(self, features: Tensor, next_ids: Tensor | None = None) -> None:
         """Append taps [n, F*D]; what stands behind them is not read."""
@@ -91,7 +92,7 @@ class BlockProposer:
             return anchor.new_empty(0)
         draft, head = self.draft, self.draft.markov_head
         position = self._context.length
-        hidden = draft.block_hidden(self._context, anchor)
+        self._hidden = hidden = draft.block_hidden(self._context, anchor)
         base = draft.block_logits(hidden)[:most].float()
         values, candidates = base.topk(min(SHORTLIST, base.shape[-1]), dim=-1)
         proposals: list[Tensor] = []
@@ -105,8 +106,8 @@ class BlockProposer:
                 rows = head.markov_w2.weight[candidates[k]]
                 logits = logits + (rows @ latent).float()
             if self._threshold > 0:
-                confidence = draft.confidence_logits(hidden[k], embedding)
-                if confidence is not None and float(confidence.sigmoid()) < self._threshold:
+                confidence = draft.confidence(hidden[k], embedding, k)
+                if confidence is not None and float(confidence) < self._threshold:
                     break
             if self.proposal_p is not None:
                 some = filter_logits(logits[None], self._params)[0].softmax(-1)
@@ -115,3 +116,13 @@ class BlockProposer:
             previous = pick_candidate(logits, candidates[k], self._params, position + k + 1)
             proposals.append(previous)
         return torch.stack(proposals) if proposals else anchor.new_empty(0)
+
+    @torch.no_grad()
+    def confidence_logits(self, anchor: Tensor, proposals: Tensor) -> Tensor | None:
+        """The confidence head's logits [n] behind what `propose` just gave; None without one."""
+        draft, head = self.draft, self.draft.markov_head
+        if self._hidden is None:
+            return None
+        before = torch.cat([anchor[None], proposals])[: len(proposals)]
+        embedding = None if head is None else head.embed(before)
+        return draft.confidence_logits(self._hidden[: len(proposals)], embedding)

@@ -43,6 +43,16 @@ def proposal_limit(draft: Draft, num_draft_tokens: int | None, threshold: float 
         num_draft_tokens = draft.block_size
     return draft_limit(draft.block_size, num_draft_tokens, threshold)
 
+    @torch.no_grad()
+    def confidence_logits(self, anchor: Tensor, proposals: Tensor) -> Tensor | None:
+        """The confidence head's logits [n] behind what `propose` just gave; None without one."""
+        draft, head = self.draft, self.draft.markov_head
+        if self._hidden is None:
+            return None
+        before = torch.cat([anchor[None], proposals])[: len(proposals)]
+        embedding = None if head is None else head.embed(before)
+        return draft.confidence_logits(self._hidden[: len(proposals)], embedding)
+
 
 class ReferenceStep:
     """Decoding state of one sequence. Without a draft every round is one target step.

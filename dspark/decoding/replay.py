@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dspark.acceptance import AcceptStats
+from dspark.decoding.calibration import Outcomes
 from dspark.decoding.loop import DecodeParams
 from dspark.decoding.proposer import BlockProposer, draft_limit
 from dspark.draft import DSparkDraftModel
@@ -28,11 +29,13 @@ def replay(
     params: DecodeParams,
     *,
     taps: Tensor | None = None,  # [S, F*D] of prompt and output
+    outcomes: list[Outcomes] | None = None,
 ) -> AcceptStats:
     """The rounds that `decode` would take to produce ``output_ids`` with ``draft``.
 
     ``output_ids`` is what `decode` gave with the same prompt and parameters, its stop token
     included. ``taps`` saves the forward pass when several drafts read the same layers.
+    ``outcomes`` gets what each round shows of the confidence head, if the draft has one.
 
     Raises:
         ConfigError: the draft settings are out of range.
@@ -52,6 +55,10 @@ def replay(
         proposals = proposer.propose(output[anchor], min(limit, budget - anchor - 2))
         known = output[anchor + 1 : anchor + 1 + len(proposals)]
         kept = int((proposals[: len(known)] == known).cumprod(0).sum())
+        if outcomes is not None and len(proposals):
+            logits = proposer.confidence_logits(output[anchor], proposals)
+            if logits is not None:
+                outcomes.append(Outcomes.of_round(logits, kept, len(known), limit))
         # the stop token ends the output inside the block
         emitted = min(kept + 1, len(output) - 1 - anchor)
         stats.add(num_proposed=len(proposals), num_accepted=kept, num_emitted=emitted)

@@ -5,6 +5,7 @@ level. Exports say `model_type: qwen3`, because serving engines must be able to 
 with their own AutoConfig.
 """
 
+import math
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -42,6 +43,8 @@ class DSparkConfig(Qwen3Config):
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    sts_temperatures: list[Any] | tuple[Any, ...] | None = None
+    """Of each slot's confidence logit, which is divided by it; None: nothing was calibrated."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -68,6 +71,25 @@ class DSparkConfig(Qwen3Config):
         if self.confidence_head_with_markov and self.markov_rank == 0:
             # the confidence head then has no Markov embedding to read
             self.confidence_head_with_markov = False
+        if self.sts_temperatures is not None:
+            self._check_temperatures(list(self.sts_temperatures))
+
+    def _check_temperatures(self, temperatures: list[Any]) -> None:
+        if not self.enable_confidence_head:
+            raise ConfigError(
+                "sts_temperatures are those of a confidence head, which enable_confidence_head "
+                "says is not there"
+            )
+        if len(temperatures) != self.block_size:
+            raise ConfigError(
+                f"sts_temperatures must have one value for each of {self.block_size} slots "
+                f"(block_size), got {len(temperatures)}"
+            )
+        for one in temperatures:
+            if type(one) not in (int, float) or not 0 < one < math.inf:
+                raise ConfigError(
+                    f"sts_temperatures must be finite numbers above 0, got {temperatures}"
+                )
 
 
 def default_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:

@@ -78,8 +78,10 @@ class DSparkDraftModel(PreTrainedModel):
         self.layers = nn.ModuleList([DraftLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
-        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        # heads draw behind the backbone, in post_init: a seed gives the same backbone without them
+        with torch.random.fork_rng(devices=[]):
+            self.markov_head = MarkovHead(config) if config.markov_rank else None
+            self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         # plain attributes, not parameters: they belong to the target and are never saved or moved
         self.embed_weight: Tensor | None = None  # [V, D]
         self.head_weight: Tensor | None = None  # [V, D]
@@ -145,6 +147,14 @@ class DSparkDraftModel(PreTrainedModel):
             return None
         out: Tensor = self.confidence_head(hidden, embedding)
         return out
+
+    def confidence(self, hidden: Tensor, embedding: Tensor | None, slot: int) -> Tensor | None:
+        """[...] chance that ``slot`` is kept if all before it are; None without the head."""
+        logits = self.confidence_logits(hidden, embedding)
+        if logits is None:
+            return None
+        temperatures = self.config.sts_temperatures
+        return (logits / temperatures[slot] if temperatures else logits).sigmoid()
 
     # --- training ------------------------------------------------------------------------
 

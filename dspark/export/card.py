@@ -94,6 +94,7 @@ def render(
     format: Format,
     tables: bool,
     check: Mapping[str, Any] | None,
+    calibration: Mapping[str, Any] | None = None,
     path: str,
 ) -> str:
     """The card as Markdown with the hub's front matter.
@@ -105,6 +106,7 @@ def render(
         format: the layout of the files.
         tables: copies of the target's tables are in the file.
         check: result of the export check; None when it was not run.
+        calibration: `calibrate.Fitted.report`; None when nothing was fitted in this export.
         path: how commands on the card name this directory.
     """
     name = str(target["name"])
@@ -138,6 +140,7 @@ def render(
         ),
         _results(facts),
         _check(check),
+        _calibration(calibration),
         "## Training",
         _training(facts),
         "## Licence",
@@ -169,6 +172,10 @@ def _identity(config: Mapping[str, Any], target: Mapping[str, Any], num_paramete
         "confidence head": "yes" if config["enable_confidence_head"] else "no",
         "mask token id": config["mask_token_id"],
     }
+    if temperatures := config.get("sts_temperatures"):
+        rows["confidence temperatures (`sts_temperatures`)"] = ", ".join(
+            f"{one:.3g}" for one in temperatures
+        )
     return _table(("", ""), rows.items())
 
 
@@ -213,6 +220,27 @@ def _check(check: Mapping[str, Any] | None) -> str:
         f"over {check['rounds']} rounds, against {check['expected']:.3f} "
         f"({check['expected_from']})."
         + (f"\n\n**{check['warning']}.**" if "warning" in check else "")
+    )
+
+
+def _calibration(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    rows = []
+    for name, title in (("survival", "survival up to a slot"), ("slot", "a slot's own confidence")):
+        before, after = found["before"][name], found["after"][name]
+        for key in ("ece", "auroc", "brier"):
+            pair = ("-" if one[key] is None else f"{one[key]:.4f}" for one in (before, after))
+            rows.append((f"{key}, {title}", *pair))
+    return (
+        "## Confidence\n\n"
+        "A slot's confidence is sigmoid(logit / temperature), survival their product. The "
+        "temperatures were fitted by sequential temperature scaling on "
+        f"{found['rounds']} rounds of {found['num_prompts']} prompts ({found['prompts']}; "
+        f"sampling temperature {found['temperature']:g}, {found['max_new_tokens']} new tokens at "
+        "most). Each half of the prompts is judged by temperatures fitted on the other; figures "
+        "are means over slots, the calibration error over 20 bins.\n\n"
+        + _table(("", "before", "after"), rows)
     )
 
 

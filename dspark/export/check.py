@@ -60,6 +60,8 @@ class Probe:
     """Accept length before the export, bonus included."""
     expected_from: str
     """Where ``expected`` comes from: the trainer's validation, or the exporter."""
+    calibration: dict[str, Any] | None = None
+    """What `calibrate` found, for the reader; the check does not repeat it."""
 
 
 def measure(
@@ -79,7 +81,8 @@ def measure(
 
 def save_probe(directory: Path, probe: Probe, name: str = PROBE_NAME) -> None:
     """Write ``probe`` as `check.json`, a prompt a line."""
-    fields = {key: json.dumps(value) for key, value in asdict(probe).items()}
+    held = {key: value for key, value in asdict(probe).items() if value is not None}
+    fields = {key: json.dumps(value) for key, value in held.items()}
     prompts = ",\n    ".join(json.dumps(ids) for ids in probe.prompt_ids)
     fields["prompt_ids"] = f"[\n    {prompts}\n  ]"
     body = ",\n".join(f'  "{key}": {text}' for key, text in fields.items())

@@ -16,7 +16,14 @@ from huggingface_hub.errors import StrictDataclassError
 
 from dspark.draft import DSparkConfig
 from dspark.errors import CheckpointError, ConfigError
-from dspark.export.config_keys import DRAFT_KEYS, LAYER_KEYS, check_keys, check_meaning, promote
+from dspark.export.config_keys import (
+    DRAFT_KEYS,
+    LAYER_KEYS,
+    STS_KEY,
+    check_keys,
+    check_meaning,
+    promote,
+)
 from dspark.export.speculators import flatten, is_speculators, verifier_of
 from dspark.provenance import read_object
 
@@ -35,6 +42,7 @@ ARCHITECTURES = ("Qwen3DSparkModel", LING, "DSparkDraftModel")
 """One network under three names: the first two tell engines the target's family."""
 
 _OPTIONAL_KEYS = (
+    STS_KEY,
     "num_anchors",
     "initializer_range",
     "pad_token_id",
@@ -159,6 +167,8 @@ def to_json(config: DSparkConfig, *, architecture: str, dtype: str = "bfloat16")
     scaled = rope.get("rope_type", "default") != "default"
     draft = {key: getattr(config, key) for key in DRAFT_KEYS}
     draft["target_layer_ids"] = list(config.target_layer_ids or ())
+    if config.sts_temperatures is not None:
+        draft[STS_KEY] = list(config.sts_temperatures)
     return {
         "architectures": [architecture],
         "model_type": "qwen3",

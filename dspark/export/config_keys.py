@@ -9,7 +9,15 @@ from typing import Any
 
 from dspark.errors import CheckpointError, nearest
 
-__all__ = ["DRAFT_KEYS", "LAYER_KEYS", "ONLY_MEANING", "check_keys", "check_meaning", "promote"]
+__all__ = [
+    "DRAFT_KEYS",
+    "LAYER_KEYS",
+    "ONLY_MEANING",
+    "STS_KEY",
+    "check_keys",
+    "check_meaning",
+    "promote",
+]
 
 DRAFT_KEYS = (
     "block_size",
@@ -21,6 +29,8 @@ DRAFT_KEYS = (
     "enable_confidence_head",
     "confidence_head_with_markov",
 )
+STS_KEY = "sts_temperatures"
+"""Only in the config of a draft whose confidence was calibrated."""
 LAYER_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -78,9 +88,10 @@ _WORDS = (
     "mask_token",
     "projector",
     "speculat",
+    "sts_",
     "target_layer",
 )
-_OF_A_DRAFT = (*DRAFT_KEYS, *ONLY_MEANING, *_WITHOUT_EFFECT)
+_OF_A_DRAFT = (*DRAFT_KEYS, STS_KEY, *ONLY_MEANING, *_WITHOUT_EFFECT)
 
 
 def promote(raw: Mapping[str, Any], where: str, blocks: Iterable[str] = _NESTED) -> dict[str, Any]:

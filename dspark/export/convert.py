@@ -172,5 +172,6 @@ def _card(
         format=format,
         tables=all(name in weights for name in FROZEN),
         check=record.get("check"),
+        calibration=record.get("calibration"),
         path=place.name,
     )

@@ -157,6 +157,10 @@ def page() -> str:
             "unknown key that speaks of the draft, another vocabulary, width or number of layers",
             "than the target's, more `speculative_tokens` than `block_size`.",
             "",
+            "`sts_temperatures`, after `dspark export --calibrate` only: one number a slot, by",
+            "which its confidence logit is divided, in every layout where `block_size` stands. No",
+            "reader above needs to know it; without it all are 1.",
+            "",
         ]
     )
 

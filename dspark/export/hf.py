@@ -1,6 +1,7 @@
 """A trained draft to a Hugging Face directory that SGLang, vLLM, DeepSpec's class and we can load.
 
-    config.json         in the layout that was asked for, `layouts`
+    config.json         in the layout that was asked for, `layouts`; with the temperatures of the
+                        confidence head where the draft was calibrated
     model.safetensors   bfloat16, DeepSpec's names; the target's two tables where readers want them
     README.md           the card
     provenance.json     run, target, versions, and the list of these files
@@ -11,6 +12,7 @@ The directory is written under another name, checked there, and renamed last, so
 name is complete and has passed.
 """
 
+import copy
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,12 +22,14 @@ import torch
 from torch import Tensor
 
 from dspark import provenance
-from dspark.draft import DSparkDraftModel
+from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import CheckpointError, ConfigError
+from dspark.export.calibrate import Calibration, calibrate
 from dspark.export.card import CardFacts, render
 from dspark.export.check import Probe, check_in_clean_process, measure, save_probe
 from dspark.export.config_json import family_of_target, to_json
 from dspark.export.layouts import LAYOUTS, Format, Origin, unreadable, write_config
+from dspark.export.load import load_draft
 from dspark.export.place import PROVENANCE_NAME, check_place, filling
 from dspark.export.prompts import fixed_prompts
 from dspark.export.source import Source, Weights, read_source
@@ -51,6 +55,7 @@ def export_draft(
     tokenizer: Any = None,
     facts: CardFacts | None = None,
     probe: Probe | None = None,
+    calibration: Calibration | None = None,
     check: bool = True,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -69,13 +74,16 @@ def export_draft(
         facts: for the card, beside what the checkpoint tells.
         probe: prompts and figure of the check; None takes the trainer's (check.json in the
             checkpoint), and without one decodes fixed prompts with the unrounded weights first.
+        calibration: prompts to fit the confidence head's temperatures with; None keeps those that
+            an exported draft has.
         check: reload in a clean process and compare; False leaves it out, and the card says so.
         overwrite: replace a directory that holds files not written by an export.
 
     Raises:
         CheckpointError: the source cannot be exported, or ``out`` must not be replaced.
         ConfigError: ``format`` does not fit this draft or ``slim``, there are no prompts to check
-            by, or ``out`` is no place that can be written.
+            by, nothing to calibrate or too few rounds for it, or ``out`` is no place that can be
+            written.
         RunError: the check failed, or the disk refused.
     """
     place = Path(out).expanduser().absolute()
@@ -89,15 +97,22 @@ def export_draft(
             f"--slim: {LAYOUTS[format].reader} needs the embedding and the output head in the file"
         )
     tables = LAYOUTS[format].tables and not slim
+    shape = copy.deepcopy(read.draft.config)
     with filling(place) as aside:
         record = _write(read, aside, place, target, format, tables, tokenizer)
+        if calibration is not None:
+            # of the files: what is rounded there is what will be served
+            fitted = calibrate(load_draft(aside, target=target), target, calibration)
+            shape.sts_temperatures, record["calibration"] = list(fitted.temperatures), fitted.report
+            _write_config(shape, aside, target, format)
         verdict = None
         if check:
-            save_probe(aside, probe or read.probe or _own_probe(read, target, tokenizer))
+            asked = probe or read.probe or _own_probe(read, target, tokenizer)
+            save_probe(aside, replace(asked, calibration=record.get("calibration")))
             verdict = check_in_clean_process(aside, target)
         if verdict and "warning" in verdict:
             log.warning("export check: %s", verdict["warning"])
-        _finish(read, aside, place, record, facts, tables, verdict)
+        _finish(read, shape, aside, place, record, facts, tables, verdict)
     return record
 
 
@@ -118,12 +133,7 @@ def _write(
         both = (target.embed_weight.clone(), target.head_weight.clone())
         weights.update(zip(FROZEN, both, strict=True))
     provenance.save_tensors(_rounded(weights, place), aside / WEIGHTS_NAME)
-    origin = Origin(
-        family=family_of_target([target.architecture]),
-        verifier=target.name,
-        verifier_architectures=[target.architecture] if target.architecture else [],
-    )
-    provenance.write_json(aside / "config.json", write_config(draft.config, format, origin))
+    _write_config(draft.config, aside, target, format)
     record: dict[str, Any] = provenance.collect(
         kind="dspark-export",
         format=format,
@@ -145,6 +155,15 @@ def _write(
         tokenizer.save_pretrained(aside)
         record["template_sha256"] = template_sha256(tokenizer)
     return record
+
+
+def _write_config(shape: DSparkConfig, aside: Path, target: Target, format: Format) -> None:
+    origin = Origin(
+        family=family_of_target([target.architecture]),
+        verifier=target.name,
+        verifier_architectures=[target.architecture] if target.architecture else [],
+    )
+    provenance.write_json(aside / "config.json", write_config(shape, format, origin))
 
 
 def _rounded(weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
@@ -178,6 +197,7 @@ def _own_probe(read: Source, target: Target, tokenizer: Any) -> Probe:
 
 def _finish(
     read: Source,
+    shape: DSparkConfig,
     aside: Path,
     place: Path,
     record: dict[str, Any],
@@ -191,12 +211,13 @@ def _finish(
     record["card"] = asdict(told)
     card = render(
         told,
-        config=to_json(read.draft.config, architecture=""),
+        config=to_json(shape, architecture=""),
         target=record["target"],
         num_parameters=record["num_parameters"],
         format=record["format"],
         tables=tables,
         check=verdict,
+        calibration=record.get("calibration"),
         path=place.name,
     )
     provenance.write_text(aside / "README.md", card)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dspark.errors import CheckpointError
-from dspark.export.config_keys import DRAFT_KEYS, promote
+from dspark.export.config_keys import DRAFT_KEYS, STS_KEY, promote
 
 __all__ = ["ARCHITECTURE", "flatten", "is_speculators", "nest", "verifier_of"]
 
@@ -32,11 +32,11 @@ def nest(
     ``verifier``: the target's name; None: whoever serves must tell it.
     """
     version = flat["transformers_version"]
-    draft = {key: flat[key] for key in DRAFT_KEYS if key != "target_layer_ids"}
+    keys = [key for key in (*DRAFT_KEYS, STS_KEY) if key in flat and key != "target_layer_ids"]
     layers = {
         key: value
         for key, value in flat.items()
-        if key not in (*_OUTER, *DRAFT_KEYS, "transformers_version")
+        if key not in (*_OUTER, *DRAFT_KEYS, STS_KEY, "transformers_version")
     }
     return {
         "architectures": [ARCHITECTURE],
@@ -44,7 +44,7 @@ def nest(
         "dtype": flat["dtype"],
         "torch_dtype": flat["torch_dtype"],
         "tie_word_embeddings": False,
-        **draft,
+        **{key: flat[key] for key in keys},
         "draft_vocab_size": flat["vocab_size"],
         "target_hidden_size": flat["hidden_size"],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in flat["target_layer_ids"]],

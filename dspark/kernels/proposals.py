@@ -43,7 +43,7 @@ def _shortlist_kernel(
 
 @triton.jit
 def _pair_kernel(
-    ids, anchor, w1, w2, hidden, conf_weight, conf_bias, bias, confidence,
+    ids, anchor, w1, w2, hidden, conf_weight, conf_bias, temperatures, bias, confidence,
     C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RANK: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     MARKOV: tl.constexpr, CONFIDENCE: tl.constexpr, JOINT: tl.constexpr,
@@ -83,6 +83,7 @@ def _pair_kernel(
     if CONFIDENCE:
         x = tl.load(hidden + slot * D + d, mask=d < D * asked, other=0.0).to(tl.float32)
         sure += tl.sum(x * scale, 0) + tl.load(conf_bias).to(tl.float32)
+        sure = tl.div_rn(sure, tl.load(temperatures + slot))
         tl.store(confidence + slot * C + p, sure, mask=p < C * asked)
 
 
@@ -202,6 +203,7 @@ def pair_bias(
     hidden: Tensor,  # [R, D], row k of slot k
     conf_weight: Tensor | None,  # [D], or [D + r] with the Markov embedding; None: no head
     conf_bias: Tensor | None,  # [1]
+    temperatures: Tensor | None,  # [K] float32, a slot's logit is divided by its own
     bias: Tensor,  # [K, C, C] float32, by previous candidate and candidate
     confidence: Tensor,  # [K, C] float32, by previous candidate
     *,
@@ -219,12 +221,16 @@ def pair_bias(
     Nothing is allocated and nothing waited for.
 
     Raises:
-        ValueError: a shape does not fit, or only one of two weights is given.
+        ValueError: a shape does not fit, or a head is given in part.
     """
     wide, width = ids.shape[1], hidden.shape[1]
     rank = 0 if w1 is None else w1.shape[1]
-    if (w1 is None) != (w2 is None) or (conf_weight is None) != (conf_bias is None):
-        raise ValueError("pair_bias wants both Markov matrices or none, and a weight with its bias")
+    head = [one is None for one in (conf_weight, conf_bias, temperatures)]
+    if (w1 is None) != (w2 is None) or any(head) != all(head):
+        raise ValueError(
+            "pair_bias wants both Markov matrices or none, and of the confidence head weight, bias "
+            "and temperatures or none"
+        )
     joint = conf_weight is not None and w1 is not None and len(conf_weight) > width
     check_shapes(
         "pair_bias", ids=(ids, (slots, wide)), hidden=(hidden, (ROWS, width)),
@@ -232,14 +238,17 @@ def pair_bias(
     )  # fmt: skip
     if w1 is not None and w2 is not None:
         check_shapes("pair_bias", w1=(w1, (len(w1), rank)), w2=(w2, w1.shape))
-    if conf_weight is not None:
-        check_shapes("pair_bias", conf_weight=(conf_weight, (width + (rank if joint else 0),)))
+    if conf_weight is not None and temperatures is not None:
+        check_shapes(
+            "pair_bias", conf_weight=(conf_weight, (width + (rank if joint else 0),)),
+            temperatures=(temperatures, (slots,)),
+        )  # fmt: skip
     if w1 is None and conf_weight is None:
         return
     previous, columns = (min(block, max(16, wide)) for block in (block_previous, block_candidates))
     tiles = 1 if w1 is None else triton.cdiv(wide, columns)
     _pair_kernel[(slots, triton.cdiv(wide, previous), tiles)](
-        ids, anchor, w1, w2, hidden, conf_weight, conf_bias, bias, confidence,
+        ids, anchor, w1, w2, hidden, conf_weight, conf_bias, temperatures, bias, confidence,
         C=wide, D=width, DP=triton.next_power_of_2(width), RANK=rank, BP=previous, BC=columns,
         BK=min(block_rank, max(16, triton.next_power_of_2(rank))) if rank else 16,
         MARKOV=w1 is not None, CONFIDENCE=conf_weight is not None, JOINT=joint,

@@ -101,7 +101,7 @@ class MemoryPlan:
             a_layer += hidden * (queries + draft.intermediate_size)
             total = len(draft.target_layer_ids or ()) * hidden * hidden
         small = draft.num_hidden_layers * size * _NARROW
-        small += (hidden + draft.markov_rank + 1) * _WIDE
+        small += (hidden + draft.markov_rank + 1 + (draft.block_size or 0)) * _WIDE
         total += draft.num_hidden_layers * a_layer
         return int(total // self.ranks * _NARROW + small)
 

@@ -98,6 +98,11 @@ class Target(ABC):
     _packed = False
 
     @property
+    def packs_documents(self) -> bool:
+        """It has `packed_features`."""
+        return False
+
+    @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
 
@@ -145,6 +150,15 @@ class Target(ABC):
         attention_mask: Tensor | None = None,  # [B, S], only needed for padding on the left
     ) -> Features:
         """Taps and last hidden states of whole sequences, in the target's dtype."""
+
+    def packed_features(
+        self,
+        input_ids: Tensor,  # [B, S] int64
+        layer_ids: Sequence[int],
+        documents: Tensor,  # [B, S] int64, of each position; one lies in one row
+    ) -> Features:
+        """`features` of rows that hold several documents, which do not see each other."""
+        raise NotImplementedError
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

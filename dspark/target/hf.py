@@ -77,6 +77,17 @@ class HFTarget(Target):
         names = getattr(self.model.config, "architectures", None) or [""]
         return str(names[0])
 
+    @property
+    def packs_documents(self) -> bool:
+        # with windows, a mask for each kind of layer would be needed
+        return self._window is None
+
+    @torch.no_grad()
+    def packed_features(
+        self, input_ids: Tensor, layer_ids: Sequence[int], documents: Tensor
+    ) -> Features:
+        return self._features(input_ids, layer_ids, **_apart(documents.to(self.device)))
+
     @torch.no_grad()
     def features(
         self,
@@ -85,9 +96,13 @@ class HFTarget(Target):
         attention_mask: Tensor | None = None,  # [B, S], only needed for padding on the left
     ) -> Features:
         """Taps and last hidden states of whole sequences, in the target's dtype."""
-        input_ids = input_ids.to(self.device)
+        return self._features(input_ids, layer_ids, attention_mask=attention_mask)
+
+    def _features(
+        self, input_ids: Tensor, layer_ids: Sequence[int], **seen: Tensor | None
+    ) -> Features:
         with self._tapped(layer_ids) as taken:
-            out = self._decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+            out = self._decoder(input_ids=input_ids.to(self.device), use_cache=False, **seen)
         return Features(join_taps(taken, layer_ids, out.last_hidden_state), out.last_hidden_state)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -176,6 +191,19 @@ class HFTarget(Target):
                 f"from the model's own logits by up to {(ours - theirs).abs().max():.3g}; this "
                 "architecture transforms its logits in a way that is not known here"
             )
+
+
+def _apart(documents: Tensor) -> dict[str, Tensor]:
+    """Mask [B, 1, S, S] and positions [B, S]: documents of a row do not see each other."""
+    places = torch.arange(documents.shape[1], device=documents.device)
+    same = documents[:, :, None] == documents[:, None, :]
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    first = torch.where(begins, places, 0).cummax(1).values
+    return {
+        "attention_mask": (same & (places[:, None] >= places))[:, None],
+        "position_ids": places - first,
+    }
 
 
 def _ids(value: Any) -> set[int]:

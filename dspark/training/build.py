@@ -98,6 +98,7 @@ def draft_config(
             return saved  # `init_from` may be gone by now
         shape = read_config(settings.init_from, target)
         check_fit(shape, target, settings.init_from)
+        shape.sts_temperatures = None  # the head will not stay what they were fitted to
         if shape.mask_token_id in used_ids():
             log.warning(
                 "mask token %s of %s occurs in the data: these tokens look like open slots to it",
@@ -126,6 +127,7 @@ def initial_draft(
     """
     if settings.init_from is not None:
         draft = load_draft(settings.init_from, target=target, dtype=torch.float32)
+        draft.config.sts_temperatures = None
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

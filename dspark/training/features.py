@@ -16,6 +16,9 @@ from dspark.target.documents import document_features
 
 __all__ = ["batch_features", "gather_rows", "silence"]
 
+_PACKED = 8192
+"""Longest row for which a mask of all its pairs of positions is made."""
+
 
 def batch_features(
     target: Target,
@@ -34,14 +37,17 @@ def batch_features(
     With ``partial`` the documents of ``spans`` alone are computed, and the others' features are 0.
 
     Padding on the right needs no mask: nothing before it can see it, and no anchor stands in it.
-    Documents that share a row are computed apart: no target needs to know where one ends. On a CPU
-    each is computed alone, as capture does, so that all features are the same bits.
+    Documents that share a row are computed under a mask where the target can (a pass for every
+    length of document would cost more than the pass itself), else apart. On a CPU each is computed
+    alone, as capture does, so that all features are the same bits.
     """
     if taps is not None and last_hidden is not None:
         return Features(decoded(taps, tap_scales), decoded(last_hidden, last_scales))
-    whole = all(first == 0 for _, first, _ in spans) and input_ids.device.type != "cpu"
-    if not spans or (whole and not partial):
+    together = input_ids.device.type != "cpu" and not partial
+    if not spans or (together and all(first == 0 for _, first, _ in spans)):
         return target.features(input_ids, layer_ids)
+    if together and target.packs_documents and input_ids.shape[1] <= _PACKED:
+        return target.packed_features(input_ids, layer_ids, _documents(input_ids, spans))
     found: Features | None = None
     documents = [input_ids[row, first : first + tokens] for row, first, tokens in spans]
     for number, part in document_features(target, layer_ids, documents):
@@ -56,6 +62,14 @@ def batch_features(
         found.last_hidden[row, first : first + tokens] = part.last_hidden
     assert found is not None
     return found
+
+
+def _documents(input_ids: Tensor, spans: Sequence[tuple[int, int, int]]) -> Tensor:
+    """[B, S] int64 on the CPU: the number of each position's document, their count in padding."""
+    documents = torch.full(input_ids.shape, len(spans), dtype=torch.int64)
+    for number, (row, first, tokens) in enumerate(spans):
+        documents[row, first : first + tokens] = number
+    return documents
 
 
 def gather_rows(

@@ -32,8 +32,11 @@ def exported(
     target: Target, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Format, tuple[dict[str, Any], Shapes]]:
     place = tmp_path_factory.mktemp("exports")
+    draft = tiny_draft(target)
+    # a key of which readers need not know
+    draft.config.sts_temperatures = [0.5, 1.0, 1.5, 2.0]
     for format in FORMATS:
-        export_draft(tiny_draft(target), place / format, target, format=format, check=False)
+        export_draft(draft, place / format, target, format=format, check=False)
     return {format: read(place / format) for format in FORMATS}
 
 

@@ -13,6 +13,7 @@ from dspark.decoding.sampling import SamplingParams, filter_logits, pick_candida
 from dspark.draft import DSparkDraftModel
 from dspark.draft.config import DSparkConfig
 from dspark.kernels import proposals
+from dspark.serving.graph.weights import DraftWeights
 
 FILTERS = [
     SamplingParams(),
@@ -69,6 +70,7 @@ class Pairs:
     hidden: Tensor
     weight: Tensor
     shift: Tensor
+    temperatures: Tensor
     anchor: int = 3
 
     @classmethod
@@ -88,7 +90,7 @@ class Pairs:
             ids.int().to(device), normal(slots, wide).to(device),
             normal(70, rank).to(device, dtype), normal(70, rank).to(device, dtype),
             hidden.to(device, dtype), normal(size + rank * joint).to(device, dtype) / 4,
-            normal(1).to(device, dtype),
+            normal(1).to(device, dtype), normal(slots).exp().to(device),
         )  # fmt: skip
 
     def computed(self, markov: bool = True, confident: bool = True) -> tuple[Tensor, Tensor]:
@@ -99,7 +101,8 @@ class Pairs:
         proposals.pair_bias(
             self.ids, number(self.anchor, device), self.w1 if markov else None,
             self.w2 if markov else None, self.hidden, self.weight if confident else None,
-            self.shift if confident else None, bias, confidence, slots=slots,
+            self.shift if confident else None, self.temperatures if confident else None, bias,
+            confidence, slots=slots,
             block_previous=16, block_candidates=16, block_rank=16,
         )  # fmt: skip
         return bias, confidence
@@ -111,7 +114,7 @@ class Pairs:
         x = self.hidden[slot].float()
         if len(self.weight) > len(x):
             x = torch.cat([x, self.w1[previous].float()])
-        return x @ self.weight.float() + self.shift.float()[0]
+        return (x @ self.weight.float() + self.shift.float()[0]) / self.temperatures[slot]
 
     def proposed(
         self, params: SamplingParams, *, position: int, limit: int, threshold: float = 0.0,
@@ -331,6 +334,7 @@ def test_proposals_are_the_drafts_own(
             vocab_size=45, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
             num_attention_heads=2, num_key_value_heads=2, head_dim=16, block_size=4,
             target_layer_ids=[0, 1], num_target_layers=4, mask_token_id=44, markov_rank=8,
+            sts_temperatures=[16.0, 0.1, 16.0, 1.0],
         )
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
@@ -339,13 +343,14 @@ def test_proposals_are_the_drafts_own(
     tables = torch.randn(2, 45, 32, generator=generator).to(device)
     draft.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
     draft.attach(tables[0], tables[1])
-    heads, confident = draft.markov_head, draft.confidence_head
+    heads = draft.markov_head
     assert heads is not None
-    assert confident is not None
     params = replace(params, seed=seed)
     taps = torch.randn(6, 64, generator=generator).to(device)
     anchor = torch.tensor(11, device=device)
-    for threshold in (0.0, 0.5):
+    confidence_head = DraftWeights.of(draft).confidence
+    assert confidence_head is not None
+    for threshold in (0.0, 0.4, 0.7):
         proposer = BlockProposer(draft, params, threshold=threshold)
         proposer.extend(taps)
         hidden = torch.full((16, 32), torch.nan, device=device)
@@ -357,7 +362,7 @@ def test_proposals_are_the_drafts_own(
         confidence = torch.full((4, 64), torch.nan, device=device)
         proposals.pair_bias(
             ids, anchor[None], heads.markov_w1.weight, heads.markov_w2.weight, hidden,
-            confident.proj.weight[0], confident.proj.bias, bias, confidence, slots=4,
+            *confidence_head, bias, confidence, slots=4,
         )  # fmt: skip
         mine = chained(
             values, ids, bias, confidence, params, position=6, limit=4, threshold=threshold

@@ -120,6 +120,7 @@ def test_export_hands_on_every_option(
         "format": "vllm",
         "slim": True,
         "tokenizer": "TOKENIZER",
+        "calibration": None,
         "check": False,
         "overwrite": True,
     }
@@ -135,6 +136,23 @@ def test_export_hands_on_every_option(
     assert export.options["check"] is True
     assert export.options["weights"] == "best"
     assert export.options["facts"] is None
+
+
+def test_export_encodes_the_prompts_to_calibrate_with(
+    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: dict[str, Any] = {"rounds": 300, "num_prompts": 3}
+    found |= {when: {"survival": {"ece": ece}} for when, ece in (("before", 0.05), ("after", 0.02))}
+    export = stub("export.hf.export_draft", {"calibration": found})
+    read = stub("bench.prompt_sets.read_sets", {"a": ["x", "y"], "b": ["z"]})
+    encode = stub("bench.evaluate.encode_sets", ({"a": [[1], [2]], "b": [[3]]}, None))
+    words = ("--calibrate", "some/*.jsonl", "--calibrate-limit", "2")
+    assert run(monkeypatch, "export", "run", "out", *words, "--calibrate-temperature", "0.5") == 0
+    assert read.args == (["some/*.jsonl"],)
+    assert encode.args[1:] == ("TOKENIZER", {"a": ["x", "y"], "b": ["z"]}, 2)
+    asked = export.options["calibration"]
+    assert (asked.prompt_ids, asked.name, asked.temperature) == ([[1], [2], [3]], "a, b", 0.5)
+    assert "300 rounds of 3 prompts: error of survival 5.0% before, 2.0%" in capsys.readouterr().out
 
 
 def test_every_format_can_be_asked_for() -> None:

@@ -99,6 +99,7 @@ def test_weights_and_config_come_back_to_the_bit_from_every_layout(
     }
     draft = tiny_draft(target, **settings)
     draft.config.num_anchors = 33
+    draft.config.sts_temperatures = [0.5 + slot for slot in range(block)] if confidence else None
     export_draft(draft, tmp_path / "0", target, check=False)
     first, configs = stored(tmp_path / "0"), {"hf": (tmp_path / "0" / "config.json").read_text()}
     for step, (_, format) in enumerate(pairwise(WALK)):
@@ -108,6 +109,7 @@ def test_weights_and_config_come_back_to_the_bit_from_every_layout(
         text = (out / "config.json").read_text()
         assert configs.setdefault(format, text) == text, format
     assert len(set(configs.values())) == len(FORMATS)
+    assert read_config(out).sts_temperatures == draft.config.sts_temperatures
     before, after = (logits(tmp_path / step, target) for step in ("0", "4"))
     assert torch.equal(before, after)
 

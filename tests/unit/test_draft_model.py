@@ -227,3 +227,12 @@ def test_a_head_wider_than_the_embedding_cannot_start_from_it() -> None:
     shape = config_for_target(target.config, settings, mask_token_id=target.vocab_size - 1)
     with pytest.raises(ConfigError, match=r"markov_rank .* 64 .* got 65"):
         initial_draft(shape, settings, target, seed=0)
+
+
+def test_a_seed_gives_the_same_backbone_with_and_without_heads(target: Target) -> None:
+    full = dict(tiny_draft(target, seed=3).named_parameters())
+    for shape in ({"markov_rank": 0}, {"enable_confidence_head": False}):
+        bare = dict(tiny_draft(target, seed=3, **shape).named_parameters())
+        shared = [name for name in bare if "head" not in name]
+        assert len(shared) > 10
+        assert all(torch.equal(bare[name], full[name]) for name in shared)

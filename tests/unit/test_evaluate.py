@@ -222,9 +222,17 @@ def test_sets_pool_and_both_kinds_of_sampling_are_checked(
             ]
         ],
     }
-    report = evaluate(target, tiny_draft(target), TOKENIZER, sets, settings, other_mode_prompts=2)
+    draft = tiny_draft(target)
+    draft.config.sts_temperatures = [0.5, 2.0, 1.0, 1.0] if temperature else None
+    report = evaluate(target, draft, TOKENIZER, sets, settings, other_mode_prompts=2)
     one = report.summary()
     assert one["num_prompts"] == 3
+    confidence = one["confidence"]
+    assert 0 <= confidence["before"]["survival"]["ece"] <= 1
+    if temperature:
+        assert confidence["after"]["slot"]["brier"] != confidence["before"]["slot"]["brier"]
+    else:
+        assert confidence["after"] is None
     assert [one["sets"][name]["num_prompts"] for name in sets] == [2, 1]
     assert one["rounds"] == sum(part["rounds"] for part in one["sets"].values())
     assert one["lossless"] is True

@@ -25,6 +25,7 @@ from dspark.testing import (
     tiny_target,
     tiny_tokenizer,
 )
+from dspark.training import features as training_features
 from dspark.training import program
 from dspark.training.features import batch_features, gather_rows, silence
 from dspark.training.objective import Objective
@@ -217,3 +218,32 @@ def test_gathered_rows_predict_the_labels() -> None:
     assert of_row.any()
     mask = one.mask[of_row]
     assert torch.equal(predicted[of_row][mask], one.labels[of_row][mask])
+
+
+def test_documents_of_a_packed_row_do_not_see_each_other() -> None:
+    target = tiny_target()
+    ids = torch.randint(1, 200, (2, 24), generator=torch.Generator().manual_seed(0))
+    spans = ((0, 0, 7), (0, 7, 17), (1, 0, 20))
+    packed = target.packed_features(ids, LAYERS, training_features._documents(ids, spans))
+    for row, first, tokens in spans:
+        alone = target.features(ids[row : row + 1, first : first + tokens], LAYERS)
+        place = (row, slice(first, first + tokens))
+        assert torch.allclose(packed.taps[place], alone.taps[0], atol=1e-3)
+        assert torch.allclose(packed.last_hidden[place], alone.last_hidden[0], atol=1e-3)
+
+
+def test_a_packed_pass_is_one_pass_off_the_cpu() -> None:
+    asked: list[torch.Tensor] = []
+
+    class Elsewhere:
+        packs_documents = True
+
+        def packed_features(self, ids: Any, layer_ids: Any, documents: torch.Tensor) -> str:
+            asked.append(documents)
+            return "together"
+
+    ids = torch.empty(1, 6, dtype=torch.int64, device="meta")
+    target: Any = Elsewhere()
+    found: Any = batch_features(target, LAYERS, ids, None, None, ((0, 0, 2), (0, 2, 3)))
+    assert found == "together"
+    assert asked[0].tolist() == [[0, 0, 1, 1, 1, 2]]

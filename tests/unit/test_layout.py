@@ -13,7 +13,7 @@ PROGRAMS = sorted(
     for folder in ("train", "serve", "data")
     for path in (ROOT / folder).glob("*.py")
 )
-TRAINERS = ("train.py", "train/overfit_one_batch.py")
+TRAINERS = ("train.py", "train/overfit_one_batch.py", "train/train_ling3_nano.py")
 """Import accelerate and all of a training run, which takes its time."""
 
 

@@ -116,12 +116,12 @@ class DraftBody:
         ids = arena.scratch("candidate ids", (slots, count), torch.int32)
         shortlist(logits, values, ids, slots=slots, per_part=SHORTLIST_EACH, parts=SHORTLIST_PARTS)
         w1, w2 = weights.markov or (None, None)
-        conf_weight, conf_bias = weights.confidence or (None, None)
+        conf_weight, conf_bias, temperatures = weights.confidence or (None, None, None)
         bias = arena.scratch("bias", (slots, count, count))
         confidence = arena.scratch("confidence", (slots, count))
         pair_bias(
-            ids, arena.of(Field.ANCHOR), w1, w2, arena.normed, conf_weight, conf_bias, bias,
-            confidence, slots=slots,
+            ids, arena.of(Field.ANCHOR), w1, w2, arena.normed, conf_weight, conf_bias,
+            temperatures, bias, confidence, slots=slots,
         )  # fmt: skip
         chain(
             values, ids, bias if weights.markov else None,

@@ -244,7 +244,7 @@ class DraftWeights:
     layers: tuple[DraftLayerWeights, ...]
     norm: Tensor  # [D]
     markov: tuple[Tensor, Tensor] | None  # W1 and W2 [V, r]
-    confidence: tuple[Tensor, Tensor] | None  # [D (+ r)] and [1] float32
+    confidence: tuple[Tensor, Tensor, Tensor] | None  # [D (+ r)], [1], temperatures [K]; float32
 
     @classmethod
     def of(cls, draft: DSparkDraftModel, ranks: int = 1, rank: int = 0) -> "DraftWeights":
@@ -298,7 +298,13 @@ class DraftWeights:
             norm=draft.norm.weight.data,
             markov=(head.markov_w1.weight.data, head.markov_w2.weight.data) if head else None,
             confidence=(
-                (confidence.proj.weight.data[0].float(), confidence.proj.bias.data.float())
+                (
+                    confidence.proj.weight.data[0].float(),
+                    confidence.proj.bias.data.float(),
+                    confidence.proj.bias.new_tensor(
+                        config.sts_temperatures or [1.0] * config.block_size, dtype=torch.float32
+                    ),
+                )
                 if confidence
                 else None
             ),

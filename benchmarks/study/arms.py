@@ -1,0 +1,42 @@
+"""The arms of the study, as settings of `dspark train`; rows, order and first weights are the same.
+
+PYTHONPATH=. python benchmarks/study/arms.py stock    # one line, for train/acceptance_length.sh
+"""
+
+import sys
+
+STOCK = "loss.accept_length_weight=0"
+CE_ONLY = f"loss.ce_weight=1 loss.l1_weight=0 {STOCK}"
+NO_MARKOV = "draft.markov_rank=0"
+
+ARMS = {
+    # 2x2 of Markov head and loss; the confidence head reads no Markov embedding where there is none
+    "dflash": f"{NO_MARKOV} {CE_ONLY}",
+    "ce": CE_ONLY,
+    "stock-nomarkov": f"{NO_MARKOV} {STOCK}",
+    "stock": STOCK,
+    # the term, from the start and on a draft half-way
+    "acc025": "loss.accept_length_weight=0.25",
+    "acc050": "loss.accept_length_weight=0.5",
+    "acc100": "loss.accept_length_weight=1.0",
+    "late100": "loss.accept_length_weight=1.0 loss.accept_length_start=0.5",
+    "late400": "loss.accept_length_weight=4.0 loss.accept_length_start=0.5",
+    # forms of it
+    "path050": "loss.accept_length_weight=0.5 loss.accept_length_form=path",
+    "exact050": "loss.accept_length_weight=0.5 loss.accept_length_form=path_exact",
+    "exact200": "loss.accept_length_weight=2.0 loss.accept_length_form=path_exact",
+    "chain100": "loss.accept_length_weight=1.0 loss.accept_length_form=chain",
+    "focal": "loss.accept_length_weight=0.5 loss.accept_length_focal=4.8",
+    "chain-focal": "loss.accept_length_weight=1.0 loss.accept_length_form=chain"
+    " loss.accept_length_focal=2.4",
+    "sharp100": "loss.accept_length_weight=1.0 loss.accept_length_temperature=0.5",
+    # other slot-wise losses
+    "dpace": f"{STOCK} loss.slot_weights=survival",
+    "lk": f"{STOCK} loss.distance=lk_hybrid",
+    "lk-acc100": "loss.accept_length_weight=1.0 loss.distance=lk_hybrid",
+}
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in ARMS:
+        raise SystemExit(f"usage: arms.py ARM, one of {', '.join(ARMS)}")
+    print(ARMS[sys.argv[1]])

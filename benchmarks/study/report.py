@@ -1,0 +1,97 @@
+"""Tables of the study from its raw rows: every arm, and how far it is from one of them.
+
+    PYTHONPATH=. python benchmarks/study/report.py outputs/study/rows.jsonl --against stock
+
+Intervals are percentiles of a paired bootstrap over prompts: a resample draws prompts within each
+set, the same ones for both arms and all seeds. An arm's macro figure is the mean of its sets'
+pooled accept lengths, averaged over the seeds that both arms have.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+RESAMPLES = 5000
+Key = tuple[str, float, int]  # set, temperature, width
+
+
+def read(paths: list[Path]) -> dict[str, dict[int, dict[Key, dict]]]:  # type: ignore[type-arg]
+    """arm -> seed -> (set, temperature, width) -> the last such row."""
+    found: dict[str, dict[int, dict[Key, dict]]] = defaultdict(lambda: defaultdict(dict))  # type: ignore[type-arg]
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            arm, _, seed = row["draft"].rpartition("-")
+            found[arm][int(seed)][row["set"], row["temperature"], row["width"]] = row
+    return found
+
+
+def macro(
+    rows: dict[Key, dict],  # type: ignore[type-arg]
+    keys: list[Key],
+    picks: dict[Key, Tensor],
+) -> Tensor:  # [R + 1] float64: of the prompts as they are, then of each resample
+    """Mean over sets of the pooled accept length."""
+    parts = []
+    for key in keys:
+        counts = torch.tensor(rows[key]["prompts"], dtype=torch.float64)[:, :2]
+        sums = torch.cat([counts.sum(0, keepdim=True), counts[picks[key]].sum(1)])
+        parts.append(sums[:, 1] / sums[:, 0])
+    return torch.stack(parts).mean(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("rows", nargs="+", type=Path)
+    parser.add_argument("--against", default="stock")
+    args = parser.parse_args()
+    arms = read(args.rows)
+    base = arms[args.against]
+    some = next(iter(base.values()))
+    for temperature, width in sorted({key[1:] for key in some}):
+        keys = [key for key in some if key[1:] == (temperature, width)]
+        generator = torch.Generator().manual_seed(0)
+        picks = {
+            key: torch.randint(n, (RESAMPLES, n), generator=generator)
+            for key in keys
+            for n in [len(some[key]["prompts"])]
+        }
+        print(f"\nT={temperature:g}, {width} proposals a round; against {args.against}\n")
+        print(
+            f"| arm | seeds | {' | '.join(key[0] for key in keys)} | macro | difference "
+            "| 95% interval | ECE |"
+        )
+        print("|" + "---|" * (len(keys) + 6))
+        for arm, seeds in sorted(arms.items()):
+            shared = sorted(
+                s
+                for s in seeds.keys() & base.keys()
+                if all(k in seeds[s] and k in base[s] for k in keys)
+            )
+            if not shared:
+                continue
+            mine = torch.stack([macro(seeds[s], keys, picks) for s in shared]).mean(0)
+            theirs = torch.stack([macro(base[s], keys, picks) for s in shared]).mean(0)
+            each = [sum(seeds[s][k]["accept_length"] for s in shared) / len(shared) for k in keys]
+            gain = 100 * (mine / theirs - 1)
+            low, high = torch.quantile(gain[1:], torch.tensor([0.025, 0.975], dtype=torch.float64))
+            rated = [
+                seeds[s][k]["confidence"]["ece"]
+                for s in shared
+                for k in keys
+                if "confidence" in seeds[s][k]
+            ]
+            ece = f"{sum(rated) / len(rated):.3f}" if rated else ""
+            shown = " | ".join(f"{value:.3f}" for value in each)
+            print(
+                f"| {arm} | {len(shared)} | {shown} | {mine[0]:.3f} | {gain[0]:+.2f}% "
+                f"| {low:+.2f} to {high:+.2f} | {ece} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
