@@ -19,7 +19,8 @@ MAX_PROPOSALS = 15
 
 SHORTLIST = 64
 """Candidates of a slot that the Markov bias can reorder. Reading the whole second Markov matrix
-once a slot would cost more than the draft's layers; a shortlist leaves acceptance as it is."""
+once a slot would cost more than the draft's layers. It is not free: the released SmolLM2 draft's
+accept length over 24 held-out prompts is 2.25 of 2.28 greedily, 1.70 of 1.81 at temperature 1."""
 
 
 def draft_limit(block_size: int, num_draft_tokens: int | None, threshold: float = 0.0) -> int:
