@@ -80,17 +80,17 @@ class Api:
 
     def info(self) -> dict[str, Any]:
         """/server_info: what is served and its figures since the last flush."""
-        engine, target = self.engine, self.engine.target
+        engine, card = self.engine, self.engine.card
         return {
             **self.model_info(),
             "version": dspark.__version__,
             "served_model_name": self.model_name,
-            "device": str(target.device),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "engine": engine.decoder.name,
-            "context": engine.context,
+            "device": card.device,
+            "dtype": card.dtype,
+            "engine": card.engine,
+            "context": card.context,
             "max_model_len": self.preparer.max_model_len,
-            "speculative_algorithm": "DSPARK" if engine.draft is not None else None,
+            "speculative_algorithm": "DSPARK" if card.drafts else None,
             "num_draft_tokens": engine.num_draft_tokens,
             "settings": asdict(engine.settings),
             "internal_states": [engine.metrics.snapshot()],
@@ -99,7 +99,7 @@ class Api:
     def model_info(self) -> dict[str, Any]:
         """/model_info: where SGLang's client finds the tokenizer."""
         return {
-            "model_path": self.engine.target.name,
+            "model_path": self.engine.card.name,
             "tokenizer_path": self.tokenizer_path,
             "is_generation": True,
         }

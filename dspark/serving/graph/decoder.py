@@ -38,7 +38,8 @@ class GraphDecoder:
         step = self.step
         if params.top_logprobs is not None:
             raise ConfigError("the graph engine computes no logprobs; leave them out")
-        check_request(step.target, len(prompt_ids), 1, context=step.context)
+        positions = step.target.max_position_embeddings
+        check_request(positions, len(prompt_ids), 1, context=step.context)
         if step.device.type == "cuda":
             # kernels are launched on the device of the calling thread
             torch.cuda.set_device(step.device)
