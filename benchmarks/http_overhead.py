@@ -88,7 +88,7 @@ def _once(
 ) -> tuple[float, float, float]:
     """Seconds a token of the engine alone, of the server, and of its processor."""
     params = DecodeParams(max_new_tokens=args.limit, sampling=SamplingParams())
-    commits = stub(step_s, args.tokens, 40_000, overlap=overlap)(None, None, [], params)
+    commits = stub(step_s, args.tokens, 40_000, overlap=overlap)([], params)
     next(commits)
     begun = time.perf_counter()
     for _ in commits:
@@ -111,8 +111,13 @@ def _once(
 
 
 def _processor_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Of the server and its engine process; the stub's engine itself takes next to nothing."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ticks = 0
+    for one in (str(pid), *children):
+        fields = Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from dspark.serving.engine import LocalModel
 from dspark.serving.server import serve
 from dspark.serving.settings import ServeSettings
 from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
@@ -192,6 +193,12 @@ def settled(address: str, within_s: float = 10.0) -> dict[str, float]:
         time.sleep(0.02)
 
 
+def tiny_model() -> LocalModel:
+    """What the server's engine process loads."""
+    target = tiny_target()
+    return LocalModel(target, tiny_draft(target))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Many clients, some of which hang up.")
     parser.add_argument("--requests", type=int, default=1000)
@@ -203,9 +210,8 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help="be the server")
     args = parser.parse_args()
     if args.serve:
-        target = tiny_target()
         settings = ServeSettings(max_queue=args.clients)
-        serve(target, tiny_draft(target), tiny_tokenizer(), port=args.port, settings=settings)
+        serve(tiny_model, tiny_tokenizer(), port=args.port, settings=settings)
         return 0
     command = [sys.executable, __file__, "--serve", "--port", str(args.port)]
     server = subprocess.Popen([*command, "--clients", str(args.clients)])
@@ -260,8 +266,13 @@ def _wait(address: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def _resident_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) / 1024
+    """Of the server and its engine process; libraries that both map count twice."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    total = 0
+    for one in (str(pid), *children):
+        lines = Path(f"/proc/{one}/status").read_text().splitlines()
+        total += int(next(line for line in lines if line.startswith("VmRSS:")).split()[1])
+    return total / 1024
 
 
 if __name__ == "__main__":

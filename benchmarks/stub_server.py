@@ -13,10 +13,11 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from dspark.decoding import Commit, DecodeParams
-from dspark.serving import engine
+from dspark.serving.engine import Decoder, LocalModel
 from dspark.serving.server import serve
 from dspark.serving.settings import ServeSettings
 from dspark.target import load_tokenizer
@@ -32,7 +33,7 @@ def stub(
     """A decode that takes ``step_s`` a step."""
     ids = [random.Random(0).randrange(300, vocabulary) for _ in range(4096)]
 
-    def play(_target: Any, _draft: Any, _prompt: Any, params: DecodeParams) -> Iterator[Commit]:
+    def play(_prompt: Any, params: DecodeParams) -> Iterator[Commit]:
         limit = params.max_new_tokens
         due = time.perf_counter() + PREFILL_STEPS * step_s
         _until(due)
@@ -47,6 +48,16 @@ def stub(
             yield Commit(block, reason, BLOCK, len(block) - 1, step_s)
 
     return play
+
+
+def model(step_s: float, tokens: int, vocabulary: int, *, overlap: bool) -> LocalModel:
+    """What the server's engine process loads."""
+    target = tiny_target(vocab_size=vocabulary, max_position_embeddings=8192)
+    draft = tiny_draft(target, block_size=BLOCK)
+    play = stub(step_s, tokens, vocabulary, overlap=overlap)
+    return LocalModel(
+        target, draft, ServeSettings(num_draft_tokens=BLOCK), Decoder("reference", play)
+    )
 
 
 def _until(when: float) -> None:
@@ -65,12 +76,8 @@ def main() -> None:
     if args.core is not None:
         os.sched_setaffinity(0, {args.core})
     tokenizer = load_tokenizer("smollm2-135m")
-    target = tiny_target(vocab_size=len(tokenizer), max_position_embeddings=8192)
-    draft = tiny_draft(target, block_size=BLOCK)
-    play = stub(args.step_ms / 1000, args.tokens, len(tokenizer), overlap=args.overlap)
-    engine.stream = play  # type: ignore[assignment]
-    settings = ServeSettings(num_draft_tokens=BLOCK)
-    serve(target, draft, tokenizer, port=args.port, model_name="stub", settings=settings)
+    load = partial(model, args.step_ms / 1000, args.tokens, len(tokenizer), overlap=args.overlap)
+    serve(load, tokenizer, port=args.port, model_name="stub")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`dspark serve`, `bench` and `demo`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -48,18 +49,22 @@ def _serve(
         float, typer.Option(help="Comment in a silent stream; 0: never.")
     ] = 15.0,
     drain_s: Annotated[float, typer.Option(help="For open requests after SIGTERM.")] = 30.0,
+    step_timeout_s: Annotated[
+        float, typer.Option(help="A step, or a piece of a prompt, that takes longer hangs.")
+    ] = 120.0,
+    load_timeout_s: Annotated[float, typer.Option(help="Until the model is loaded.")] = 3600.0,
 ) -> None:
     """OpenAI-compatible server over target and draft.
 
     Example: dspark serve --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block8
     """
-    from dspark.decoding import Draft, nextn_draft, nextn_proposals
-    from dspark.export.load import load_draft
+    from dspark.decoding import nextn_proposals
     from dspark.export.template import warn_of_another
-    from dspark.serving.choice import foresee
+    from dspark.serving.engine import end_ids
+    from dspark.serving.loading import load_model
     from dspark.serving.server import serve
     from dspark.serving.settings import ServeSettings
-    from dspark.target import load, load_tokenizer
+    from dspark.target import load_tokenizer
 
     config = read_config(
         None,
@@ -80,19 +85,14 @@ def _serve(
         deadline_s=deadline_s,
         keepalive_s=keepalive_s,
         drain_s=drain_s,
+        step_timeout_s=step_timeout_s,
+        load_timeout_s=load_timeout_s,
     )
-    depth = nextn_proposals(draft) if draft else None
     tokenizer = load_tokenizer(config.target)
-    if draft and depth is None:
+    if draft and nextn_proposals(draft) is None:
         warn_of_another(draft, tokenizer)
-    settings = foresee(config.target, draft, settings)
-    loaded = load(config.target, nextn=depth is not None)
-    model: Draft | None = None
-    if draft:
-        model = load_draft(draft, target=loaded) if depth is None else nextn_draft(loaded, depth)
     serve(
-        loaded,
-        model,
+        partial(load_model, config.target, draft, end_ids(tokenizer), settings),
         tokenizer,
         host=host,
         port=port,

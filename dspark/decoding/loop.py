@@ -85,20 +85,21 @@ class Completion:
 
 
 def check_request(
-    target: Target,
+    positions: int,
     prompt_tokens: int,
     max_new_tokens: int,
     name: str = "max_new_tokens",
     context: int | None = None,
 ) -> None:
-    """Refuse what cannot fit the context; ``name`` is what the caller calls ``max_new_tokens``.
+    """Refuse what cannot fit the target's positions.
 
-    ``context``: positions that an engine has room for; None: as many as the target knows.
+    ``name`` is what the caller calls ``max_new_tokens``. ``context``: positions that an engine has
+    room for; None: as many as the target knows.
 
     Raises:
         ConfigError: the prompt is empty, or prompt and output exceed the positions.
     """
-    whose, limit = "the target's", target.max_position_embeddings
+    whose, limit = "the target's", positions
     if context is not None and context < limit:
         whose, limit = "the engine's", context
     if prompt_tokens < 1:
@@ -129,7 +130,7 @@ def stream(
     Raises:
         ConfigError: the prompt leaves no room for a token, or the draft settings are out of range.
     """
-    check_request(target, len(prompt_ids), 1)
+    check_request(target.max_position_embeddings, len(prompt_ids), 1)
     room = target.max_position_embeddings - len(prompt_ids)
     left = min(params.max_new_tokens, room)
     stops = stop_ids(target, params)

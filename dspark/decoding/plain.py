@@ -28,7 +28,7 @@ def decode_plain(
         ConfigError: a prompt leaves no room for a token.
     """
     for prompt in prompts:
-        check_request(target, len(prompt), 1)
+        check_request(target.max_position_embeddings, len(prompt), 1)
     pairs = list(zip(prompts, params, strict=True))
     if not isinstance(target, HFTarget) or target.device.type != "cpu":
         return [decode(target, None, prompt, one).token_ids for prompt, one in pairs]

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 import dspark
-from dspark.decoding import Draft, NextNDraft
 from dspark.serving.answer import AnswerParser
 from dspark.serving.engine import Engine
 from dspark.serving.prepare import Preparer, Work
@@ -81,17 +80,17 @@ class Api:
 
     def info(self) -> dict[str, Any]:
         """/server_info: what is served and its figures since the last flush."""
-        engine, target = self.engine, self.engine.target
+        engine, card = self.engine, self.engine.card
         return {
             **self.model_info(),
             "version": dspark.__version__,
             "served_model_name": self.model_name,
-            "device": str(target.device),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "engine": engine.decoder.name,
-            "context": engine.context,
+            "device": card.device,
+            "dtype": card.dtype,
+            "engine": card.engine,
+            "context": card.context,
             "max_model_len": self.preparer.max_model_len,
-            "speculative_algorithm": _algorithm(engine.draft),
+            "speculative_algorithm": card.algorithm,
             "num_draft_tokens": engine.num_draft_tokens,
             "settings": asdict(engine.settings),
             "internal_states": [engine.metrics.snapshot()],
@@ -100,17 +99,10 @@ class Api:
     def model_info(self) -> dict[str, Any]:
         """/model_info: where SGLang's client finds the tokenizer."""
         return {
-            "model_path": self.engine.target.name,
+            "model_path": self.engine.card.name,
             "tokenizer_path": self.tokenizer_path,
             "is_generation": True,
         }
-
-
-def _algorithm(draft: Draft | None) -> str | None:
-    """As SGLang names it."""
-    if draft is None:
-        return None
-    return "NEXTN" if isinstance(draft, NextNDraft) else "DSPARK"
 
 
 def new_request_id() -> str:

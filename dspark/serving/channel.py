@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from dspark.serving.engine import Draining, Engine, NameTaken, QueueFull
+from dspark.serving.engine import Draining, Engine, EngineLost, NameTaken, QueueFull
 from dspark.serving.prepare import Work
 from dspark.serving.protocol import ApiError
 from dspark.serving.request import Delta, Event, Failed, Finished, Job
@@ -41,7 +41,7 @@ class Channel:
 
         Raises:
             ApiError: 400, the ``rid`` is taken; 429, the queue is full; 503, the server is
-                shutting down.
+                shutting down or has lost its engine.
         """
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | Quiet | None] = asyncio.Queue()
@@ -59,7 +59,7 @@ class Channel:
                 code="queue_full",
                 headers={"Retry-After": "1"},
             ) from None
-        except Draining as error:
+        except (Draining, EngineLost) as error:
             raise unavailable(str(error)) from None
         self._request_id = request_id
         self._watch = asyncio.create_task(self._until_gone(receive))
@@ -90,14 +90,15 @@ class Channel:
 
         Raises:
             ClientGone: the client has left.
-            ApiError: 500, the request failed; 503, its time was up before its turn came.
+            ApiError: 500, the request failed; 503, its time was up before its turn came, or the
+                engine was lost.
         """
         event = await self._events.get()
         self._heard = self._loop.time()
         if event is None:
             raise ClientGone
         if isinstance(event, Failed):
-            if event.reason == "deadline":
+            if event.reason in ("deadline", "lost"):
                 raise unavailable(event.message)
             raise ApiError(
                 500,

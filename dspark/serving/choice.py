@@ -6,7 +6,6 @@
 import logging
 from collections.abc import Set
 from dataclasses import replace
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,7 +16,7 @@ from dspark.decoding import Draft, NextNDraft, draft_limit, nextn_proposals
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.load import TargetShape, check_fit, read_config
-from dspark.serving.engine import Decoder, end_ids, proposals
+from dspark.serving.engine import Decoder, proposals
 from dspark.serving.graph.weights import unsupported_shapes
 from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
 from dspark.serving.settings import ServeSettings
@@ -88,9 +87,11 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
 
 
 def choose(
-    target: Target, draft: Draft | None, tokenizer: Any, settings: ServeSettings
+    target: Target, draft: Draft | None, ends: Set[int], settings: ServeSettings
 ) -> Decoder | None:
     """The graph engine, ready for its first request; None: the reference is to decode.
+
+    ``ends``: ids that end an output beside the target's own.
 
     Raises:
         ConfigError: the graph engine was asked for and cannot run, or the context does not fit.
@@ -103,7 +104,7 @@ def choose(
     if settings.engine == "reference":
         log.info("reference engine: as asked for")
         return None
-    reason = _obstacle(target, draft, end_ids(tokenizer))
+    reason = _obstacle(target, draft, ends)
     if reason is not None:
         _refuse(settings, reason)
         log.info("reference engine: %s", reason)

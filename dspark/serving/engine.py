@@ -1,9 +1,9 @@
 """One decode at a time on a worker thread: queue, cancellation, deadlines, figures.
 
-The engine takes token ids and hands out text: a `Decoder` decodes, `TextStream` turns its commits
-into text and finds stop strings, and whatever stands behind a stop counts nowhere: not
-in the text, nor in the usage, nor in the accept length. Between two steps the worker looks whether
-the client has gone or the request's time is up.
+The engine takes token ids and hands out text: a model decodes, in this process or in one of its
+own, `TextStream` turns its commits into text and finds stop strings, and whatever stands behind a
+stop counts nowhere: not in the text, nor in the usage, nor in the accept length. Between two steps
+the worker looks whether the client has gone or the request's time is up.
 """
 
 import copy
@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from dspark.acceptance import AcceptStats
-from dspark.decoding import Commit, DecodeParams, Draft, proposal_limit, stream
+from dspark.decoding import Commit, DecodeParams, Draft, NextNDraft, proposal_limit, stream
 from dspark.errors import ConfigError, DSparkError, RunError
+from dspark.serving.card import ModelCard, card_of
 from dspark.serving.metrics import Metrics
 from dspark.serving.request import (
     Event,
@@ -31,7 +32,18 @@ from dspark.serving.request import (
 from dspark.serving.settings import ServeSettings
 from dspark.target import Target
 
-__all__ = ["Decoder", "Draining", "Engine", "NameTaken", "QueueFull", "end_ids", "proposals"]
+__all__ = [
+    "Decoder",
+    "Draining",
+    "Engine",
+    "EngineLost",
+    "LocalModel",
+    "Model",
+    "NameTaken",
+    "QueueFull",
+    "end_ids",
+    "proposals",
+]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +58,10 @@ class NameTaken(RunError):
 
 class Draining(RunError):
     """The engine takes no new requests."""
+
+
+class EngineLost(RunError):
+    """What decodes has ended or hangs, and will not come back."""
 
 
 @dataclass(frozen=True)
@@ -67,32 +83,75 @@ class Decoder:
     logprobs: bool = False
 
 
-class Engine:
-    """FIFO queue and worker over a target and, if given, a draft.
+class Model(Protocol):
+    """A target and its draft, ready to decode one prompt at a time."""
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    def stream(self, prompt_ids: Sequence[int], params: DecodeParams, /) -> Iterator[Commit]:
+        """As `decoding.stream`.
+
+        Raises:
+            EngineLost: it hangs or has ended.
+        """
+
+    def check(self) -> None:
+        """Called now and then while nothing is decoded.
+
+        Raises:
+            EngineLost: as above.
+        """
+
+
+class LocalModel:
+    """One of this process.
 
     ``decoder``: None is the reference.
 
     Raises:
-        ConfigError: ``num_draft_tokens`` does not fit the draft.
+        ConfigError: ``num_draft_tokens`` does not fit the draft, or the model's own defaults of
+            sampling cannot be run.
     """
 
     def __init__(
         self,
         target: Target,
         draft: Draft | None,
-        tokenizer: Any,
         settings: ServeSettings | None = None,
         decoder: Decoder | None = None,
     ) -> None:
-        self.target = target
-        self.draft = draft
-        self.settings = settings or ServeSettings()
-        self.decoder = decoder or Decoder(
-            "reference", self._reference, self.settings.context, logprobs=True
+        settings = settings or ServeSettings()
+
+        def reference(prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
+            return stream(target, draft, prompt_ids, params)
+
+        decoder = decoder or Decoder("reference", reference, settings.context, logprobs=True)
+        self.stream = decoder.stream
+        self.card = card_of(
+            target,
+            engine=decoder.name,
+            context=decoder.context,
+            most_stops=decoder.most_stops,
+            logprobs=decoder.logprobs,
+            algorithm=algorithm(draft),
+            num_draft_tokens=proposals(draft, settings),
         )
+
+    def check(self) -> None:
+        """This process lives as long as it does."""
+
+
+class Engine:
+    """FIFO queue and worker over a model."""
+
+    def __init__(self, model: Model, tokenizer: Any, settings: ServeSettings | None = None) -> None:
+        self.card = model.card
+        self.settings = settings or ServeSettings()
+        self._model = model
         # a copy: fast tokenizers refuse to be used from two threads at the same time
         self._tokenizer = copy.deepcopy(tokenizer)
-        self.num_draft_tokens = proposals(draft, self.settings)
+        self.num_draft_tokens = model.card.num_draft_tokens
         self.metrics = Metrics(self.num_draft_tokens)
         self._stop_ids = end_ids(tokenizer)
         self._queue: deque[Job] = deque()
@@ -100,9 +159,11 @@ class Engine:
         self._wake = threading.Condition()
         self._draining = False
         self._closed = False
+        self.lost: str | None = None
+        """What became of the model when it ended or hung; no request is served any more."""
         self.commits = 0
         """How often tokens became final."""
-        self._beat = time.monotonic()
+        self._beat, self._patience_s = time.monotonic(), self.settings.step_timeout_s
         self._thread = threading.Thread(target=self._work, name="dspark-worker", daemon=True)
         self._thread.start()
 
@@ -122,10 +183,13 @@ class Engine:
         Raises:
             QueueFull: ``max_queue`` requests wait already.
             Draining: the engine is about to end.
+            EngineLost: it has lost its model.
             NameTaken: another request goes by this ``rid``.
         """
         job = Job(request_id, prompt_ids, params, emit, rid)
         with self._wake:
+            if self.lost is not None:
+                raise EngineLost(self.lost)
             if self._draining:
                 raise Draining("the server is shutting down and takes no new requests")
             if rid is not None and any(one.rid == rid for one in self._jobs()):
@@ -155,11 +219,6 @@ class Engine:
                 raise RunError(event.message)
 
     @property
-    def context(self) -> int:
-        """Positions of a prompt and its output together."""
-        return self.decoder.context or self.target.max_position_embeddings
-
-    @property
     def num_waiting(self) -> int:
         return len(self._queue)
 
@@ -172,10 +231,18 @@ class Engine:
         return self._draining
 
     @property
+    def trouble(self) -> str | None:
+        """Why no request would be answered now; None: the worker lives and makes progress."""
+        if self.lost is not None:
+            return self.lost
+        if self._draining:
+            return "the server is shutting down"
+        fresh = time.monotonic() - self._beat < self._patience_s
+        return None if self._thread.is_alive() and fresh else "the worker makes no progress"
+
+    @property
     def healthy(self) -> bool:
-        """The worker lives and has made progress lately."""
-        fresh = time.monotonic() - self._beat < self.settings.stale_after_s
-        return self._thread.is_alive() and fresh and not self._draining
+        return self.trouble is None
 
     def abort(self, name: str | None) -> list[str]:
         """End the request of that id or ``rid`` as it stands (None: all); the ids of those found.
@@ -221,24 +288,40 @@ class Engine:
         self._thread.join()
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
-            try:
-                self._run(job)
-            except DSparkError as error:
-                log.exception("request %s failed", job.request_id)
-                self._end(job, Failed("error", str(error)))
-            # Whatever goes wrong in one request, the next ones are served.
-            except Exception as error:
-                log.exception("request %s failed", job.request_id)
-                self._end(job, Failed("error", f"{type(error).__name__} while decoding"))
-            finally:
-                with self._wake:
-                    self._running = None
-                    self._wake.notify_all()
+        try:
+            while (job := self._next()) is not None:
+                self._try(job)
+        except EngineLost as error:
+            with self._wake:
+                self.lost = str(error)
+                jobs = [job for job in (self._running, *self._queue) if job is not None]
+            for job in jobs:
+                self._end(job, Failed("lost", self.lost))
+            with self._wake:
+                self._running = None
+                self._queue.clear()
+                self._wake.notify_all()
+
+    def _try(self, job: Job) -> None:
+        try:
+            self._run(job)
+        except EngineLost:
+            raise
+        except DSparkError as error:
+            log.exception("request %s failed", job.request_id)
+            self._end(job, Failed("error", str(error)))
+        # Whatever goes wrong in one request, the next ones are served.
+        except Exception as error:
+            log.exception("request %s failed", job.request_id)
+            self._end(job, Failed("error", f"{type(error).__name__} while decoding"))
+        with self._wake:
+            self._running = None
+            self._wake.notify_all()
 
     def _next(self) -> Job | None:
         with self._wake:
             while True:
+                self._model.check()
                 self._beat = time.monotonic()
                 self._expire()
                 if self._queue:
@@ -297,7 +380,9 @@ class Engine:
             with_logprobs=params.top_logprobs is not None,
             trace=params.trace,
         )
-        commits = self.decoder.stream(job.prompt_ids, decode)
+        step_s = self.settings.step_timeout_s
+        self._patience_s = step_s * self.card.prefill_steps(len(job.prompt_ids))
+        commits = self._model.stream(job.prompt_ids, decode)
         try:
             while out.finish_reason is None:
                 if job.cancelled or self._late(job):
@@ -305,7 +390,7 @@ class Engine:
                     break
                 commit = next(commits)
                 self.commits += 1
-                self._beat = time.monotonic()
+                self._beat, self._patience_s = time.monotonic(), step_s
                 num_tokens, num_accepted = out.take(commit)
                 if commit.num_proposed is None:
                     first_s = self._beat - job.arrived
@@ -336,9 +421,6 @@ class Engine:
         )
         self._end(job, end)
 
-    def _reference(self, prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
-        return stream(self.target, self.draft, prompt_ids, params)
-
     def _late(self, job: Job) -> bool:
         return time.monotonic() - job.arrived > self.settings.deadline_s
 
@@ -360,6 +442,13 @@ def end_ids(tokenizer: Any) -> frozenset[int]:
     """Ids that end an output beside the target's own."""
     eos = getattr(tokenizer, "eos_token_id", None)
     return frozenset(() if eos is None else (eos,))
+
+
+def algorithm(draft: Draft | None) -> str | None:
+    """As SGLang names it; None without a draft."""
+    if draft is None:
+        return None
+    return "NEXTN" if isinstance(draft, NextNDraft) else "DSPARK"
 
 
 def proposals(draft: Draft | None, settings: ServeSettings) -> int:

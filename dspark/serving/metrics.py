@@ -127,7 +127,7 @@ class Metrics:
         self._of("e2e_request_latency_seconds").observe(seconds)
         if how in ("abort", "deadline"):
             self._of("aborted_requests").inc()
-        elif how == "error":
+        elif how in ("error", "lost"):
             self._of("failed_requests").inc()
 
     def flush(self) -> None:

@@ -10,6 +10,7 @@ from dspark.decoding import SamplingParams, check_request
 from dspark.errors import ConfigError
 from dspark.serving.answer import CLOSE, OPEN, AnswerParser
 from dspark.serving.calls import MARKS, CallReader, reader_of
+from dspark.serving.card import ModelCard
 from dspark.serving.engine import end_ids
 from dspark.serving.protocol import (
     ApiError,
@@ -24,7 +25,6 @@ from dspark.serving.protocol import (
 from dspark.serving.request import GenerateParams
 from dspark.serving.settings import ServeSettings
 from dspark.serving.stream import Detokenizer, num_tokens_of, special_ids
-from dspark.target import Target
 
 __all__ = ["Preparer", "Work"]
 
@@ -71,36 +71,15 @@ class Work:
 
 
 class Preparer:
-    """Renders, tokenises and fills in defaults for one target."""
+    """Renders, tokenises and fills in defaults for one model."""
 
-    def __init__(
-        self,
-        target: Target,
-        tokenizer: Any,
-        settings: ServeSettings,
-        context: int | None = None,
-        *,
-        most_stops: int | None = None,
-        logprobs: bool = True,
-    ) -> None:
-        """``context``: positions that the engine has room for; None: all that the target knows.
-
-        ``most_stops``, ``logprobs``: as `engine.Decoder` has them.
-
-        Raises:
-            ConfigError: the model's own defaults of sampling cannot be run.
-        """
-        self._target = target
+    def __init__(self, card: ModelCard, tokenizer: Any, settings: ServeSettings) -> None:
+        self._card = card
         self._tokenizer = tokenizer
         self._settings = settings
-        self._ends = target.eos_ids | end_ids(tokenizer)
-        self._most_stops = most_stops
-        self._logprobs = logprobs
-        self._defaults = _sampling_defaults(target)
+        self._ends = card.eos_ids | end_ids(tokenizer)
         self._specials = special_ids(tokenizer)
-        self.max_model_len = min(
-            int(target.max_position_embeddings), context or int(target.max_position_embeddings)
-        )
+        self.max_model_len = card.context
 
     def chat(self, request: ChatRequest) -> Work:
         """Render the messages with the tokenizer's own template.
@@ -167,7 +146,7 @@ class Preparer:
             if top:
                 raise _bad(name, f"'{name}' needs '{switch}': true")
             return None
-        if not self._logprobs:
+        if not self._card.logprobs:
             raise _bad(
                 switch,
                 f"'{switch}' cannot be given: the graph engine keeps its logits on the device; "
@@ -219,7 +198,7 @@ class Preparer:
         return {"prompt": decoded}
 
     def _check_ids(self, ids: list[int], name: str) -> None:
-        vocab = self._target.vocab_size
+        vocab = self._card.vocab_size
         # the tokenizer's own too: it may know more ids than the target has rows for
         for token_id in ids:
             if not 0 <= token_id < vocab:
@@ -346,7 +325,7 @@ class Preparer:
             raise _bad(field, f"'{field}' is {max_tokens}, above this server's limit of {cap}")
         room = self.max_model_len - len(ids)
         if room < 1:
-            full = self.max_model_len == self._target.max_position_embeddings
+            full = self.max_model_len == self._card.max_position_embeddings
             message = (
                 f"'{name}' has {len(ids)} tokens and leaves no room for an answer in the "
                 f"{self.max_model_len} positions of the {'model' if full else 'engine'}"
@@ -356,7 +335,11 @@ class Preparer:
             max_tokens = min(self._settings.default_max_tokens, cap, room)
         try:
             check_request(
-                self._target, len(ids), max_tokens, f"'{field}'", context=self.max_model_len
+                self._card.max_position_embeddings,
+                len(ids),
+                max_tokens,
+                f"'{field}'",
+                context=self.max_model_len,
             )
         except ConfigError as error:
             raise ApiError(400, str(error), param=name, code="context_length_exceeded") from None
@@ -379,21 +362,21 @@ class Preparer:
     def _stop_ids(self, options: Any, place: str) -> frozenset[int]:
         ends = frozenset() if options.ignore_eos else self._ends
         given = frozenset(options.stop_token_ids)
-        name, vocab = f"{place}stop_token_ids", self._target.vocab_size
+        name, vocab = f"{place}stop_token_ids", self._card.vocab_size
         # the model's own ends may lie behind its vocabulary, and a client names them all
         for token_id in sorted(given - self._ends):
             if not 0 <= token_id < vocab:
                 raise _bad(name, f"'{name}' holds the id {token_id}; ids are 0..{vocab - 1}")
-        if self._most_stops is not None and len(given | ends) > self._most_stops:
+        if self._card.most_stops is not None and len(given | ends) > self._card.most_stops:
             raise _bad(
                 name,
                 f"'{name}' makes {len(given | ends)} ids that end an output, the model's own "
-                f"{len(ends)} among them; this engine knows at most {self._most_stops}",
+                f"{len(ends)} among them; this engine knows at most {self._card.most_stops}",
             )
         return given
 
     def _sampling(self, options: Any, seed: int | None) -> tuple[SamplingParams, int | None]:
-        chosen = dict(self._defaults)
+        chosen = dict(self._card.sampling)
         for name in chosen:
             if getattr(options, name) is not None:
                 chosen[name] = getattr(options, name)
@@ -405,35 +388,6 @@ class Preparer:
             # small enough for clients whose numbers are doubles
             seed = secrets.randbits(48)
         return SamplingParams(**chosen, seed=seed or 0), seed
-
-
-def _sampling_defaults(target: Target) -> dict[str, Any]:
-    """What the model's own generation config asks for, else OpenAI's temperature 1 and no cuts.
-
-    Only values that the model's author wrote down count: the class default of top_k in
-    transformers is 50, which nobody asked for.
-
-    Raises:
-        ConfigError: a value is no number, or out of range.
-    """
-    config = getattr(target.model, "generation_config", None)
-    written = config.to_diff_dict() if config is not None else {}
-    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    chosen: dict[str, Any] = {
-        name: value if written.get(name) is None else written[name]
-        for name, value in defaults.items()
-    }
-    where = f"generation_config.json of target '{target.name}'"
-    for name, value in chosen.items():
-        whole = name == "top_k"
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-            kind = "a whole number" if whole else "a number"
-            raise ConfigError(f"{where}: {name} must be {kind}, got {value!r}")
-    try:
-        SamplingParams(**chosen)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return chosen
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:

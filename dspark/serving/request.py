@@ -87,9 +87,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request could not be carried out; the engine goes on."""
+    """The request could not be carried out; the engine goes on, unless it is lost."""
 
-    reason: Literal["error", "deadline"]
+    reason: Literal["error", "deadline", "lost"]
     message: str
 
 

@@ -1,11 +1,13 @@
 """The server as a whole: the application, and running it until it is told to stop."""
 
 import logging
+import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from types import FrameType
 from typing import Any
@@ -19,21 +21,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dspark
 from dspark.decoding import Draft
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, RunError
 from dspark.serving.api import Api, new_request_id, request_id_of
+from dspark.serving.child import Load
 from dspark.serving.choice import choose
-from dspark.serving.engine import Engine
+from dspark.serving.engine import Engine, LocalModel, Model, end_ids
 from dspark.serving.openapi import document
 from dspark.serving.page import page_router
 from dspark.serving.prepare import Preparer
+from dspark.serving.process import EngineProcess
 from dspark.serving.protocol import ApiError
 from dspark.serving.routes import router
 from dspark.serving.settings import ServeSettings
 from dspark.target import Target
 
-__all__ = ["create_app", "running", "serve"]
+__all__ = ["create_app", "running", "serve", "serving"]
 
 log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 1.0
+"""How long a server that has lost its engine still says so before it ends."""
 
 
 def create_app(
@@ -44,18 +51,12 @@ def create_app(
     api_key: str | None = None,
 ) -> FastAPI:
     """The ASGI application over an engine. ``model_name`` defaults to the target's name."""
+    name = engine.card.name
     api = Api(
         engine=engine,
-        preparer=Preparer(
-            engine.target,
-            tokenizer,
-            engine.settings,
-            engine.context,
-            most_stops=engine.decoder.most_stops,
-            logprobs=engine.decoder.logprobs,
-        ),
-        model_name=model_name or engine.target.name,
-        tokenizer_path=str(getattr(tokenizer, "name_or_path", "") or engine.target.name),
+        preparer=Preparer(engine.card, tokenizer, engine.settings),
+        model_name=model_name or name,
+        tokenizer_path=str(getattr(tokenizer, "name_or_path", "") or name),
         api_key=api_key,
     )
     # no pages: they would load scripts from elsewhere
@@ -124,6 +125,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.engine = engine
         self._told = False
+        self._lost_since: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: drain, then stop. Second: stop now."""
@@ -133,6 +135,14 @@ class _Server(uvicorn.Server):
         self._told = True
         # on a thread of its own: a signal handler must not wait for the engine's lock
         threading.Thread(target=self.stop, args=(sig,), name="dspark-drain", daemon=True).start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every tenth of a second: end where there is nothing left that could answer."""
+        if self.engine.lost is not None:
+            self._lost_since = self._lost_since or time.monotonic()
+            if time.monotonic() - self._lost_since > _LAST_WORDS_S:
+                self.should_exit = True
+        return await super().on_tick(counter)
 
     def stop(self, sig: int = signal.SIGTERM) -> None:
         """Finish what was accepted, refuse what is new, then end."""
@@ -145,16 +155,13 @@ class _Server(uvicorn.Server):
 
 
 def _server(
-    target: Target,
-    draft: Draft | None,
+    model: Model,
     tokenizer: Any,
     model_name: str | None,
     settings: ServeSettings | None,
     api_key: str | None,
 ) -> _Server:
-    settings = settings or ServeSettings()
-    decoder = choose(target, draft, tokenizer, settings)
-    engine = Engine(target, draft, tokenizer, settings, decoder)
+    engine = Engine(model, tokenizer, settings)
     app = create_app(engine, tokenizer, model_name=model_name, api_key=api_key)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
@@ -178,8 +185,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    target: Target,
-    draft: Draft | None,
+    load: Load,
     tokenizer: Any,
     *,
     host: str = "127.0.0.1",
@@ -190,22 +196,37 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish what was accepted and return.
 
+    ``load`` is called in a process of its own, which decodes; see `process.EngineProcess`.
+
     Raises:
-        ConfigError: the address cannot be listened on, or a setting does not fit.
+        ConfigError: the address cannot be listened on.
+        DSparkError: what ``load`` raised.
+        RunError: the engine process died or hung, and open requests were told so.
     """
-    with _listen(host, port) as sock:
-        server = _server(target, draft, tokenizer, model_name, settings, api_key)
-        log.info("serving %s on http://%s:%d", target.name, *sock.getsockname()[:2])
+    settings = settings or ServeSettings()
+    with _listen(host, port) as sock, EngineProcess(load, settings) as model:
+        _yield_to_engine()
+        server = _server(model, tokenizer, model_name, settings, api_key)
+        log.info("serving %s on http://%s:%d", model.card.name, *sock.getsockname()[:2])
         try:
             server.run(sockets=[sock])
         finally:
+            if server.force_exit:
+                model.kill()
             server.engine.close()
+        if server.engine.lost is not None and not server.force_exit:
+            raise RunError(server.engine.lost)
+
+
+def _yield_to_engine() -> None:
+    """Where both share a core, a commit that arrives does not interrupt the step behind it."""
+    with suppress(AttributeError, OSError):  # no Linux, or not allowed: only a little slower
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextmanager
-def running(
-    target: Target,
-    draft: Draft | None,
+def serving(
+    model: Model,
     tokenizer: Any,
     *,
     port: int = 0,
@@ -213,13 +234,13 @@ def running(
     settings: ServeSettings | None = None,
     api_key: str | None = None,
 ) -> Iterator[str]:
-    """The same on a thread of this process, on 127.0.0.1; yields the address.
+    """Serve a model on a thread of this process, on 127.0.0.1; yields the address.
 
     Raises:
-        ConfigError: the port is taken, or a setting does not fit.
+        ConfigError: the port is taken.
     """
     with _listen("127.0.0.1", port) as sock:
-        server = _server(target, draft, tokenizer, model_name, settings, api_key)
+        server = _server(model, tokenizer, model_name, settings, api_key)
         # listening from here on: a client that comes before the loop runs waits, it is not refused
         sock.listen(128)
         thread = threading.Thread(target=server.run, args=([sock],), name="dspark-http")
@@ -230,3 +251,24 @@ def running(
             server.engine.close()
             server.should_exit = True
             thread.join()
+
+
+@contextmanager
+def running(
+    target: Target,
+    draft: Draft | None,
+    tokenizer: Any,
+    *,
+    settings: ServeSettings | None = None,
+    **options: Any,
+) -> Iterator[str]:
+    """The same with everything in this process; ``options`` as above.
+
+    Raises:
+        ConfigError: as above, or a setting does not fit.
+    """
+    settings = settings or ServeSettings()
+    decoder = choose(target, draft, end_ids(tokenizer), settings)
+    model = LocalModel(target, draft, settings, decoder)
+    with serving(model, tokenizer, settings=settings, **options) as address:
+        yield address

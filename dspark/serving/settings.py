@@ -36,8 +36,11 @@ class ServeSettings:
     """Requests that may wait while one is decoded; a further one gets a 429."""
     deadline_s: float = 600.0
     """From the arrival of a request to its last token; then it is ended as it stands."""
-    stale_after_s: float = 60.0
-    """/health fails when the worker has made no progress for this long."""
+    step_timeout_s: float = 120.0
+    """A step that takes longer hangs, and so does the reading of a prompt that takes longer for
+    each piece it is read in: /health fails, and an engine process is given up."""
+    load_timeout_s: float = 3600.0
+    """How long an engine process may take until it can decode."""
     drain_s: float = 30.0
     """After SIGTERM, how long running and waiting requests may take to finish."""
     keepalive_s: float = 15.0
@@ -55,7 +58,7 @@ class ServeSettings:
                 raise ConfigError(f"serve.{name} must be >= 1, got {getattr(self, name)}")
         if self.max_queue < 0:
             raise ConfigError(f"serve.max_queue must be >= 0, got {self.max_queue}")
-        for name in ("deadline_s", "stale_after_s", "drain_s"):
+        for name in ("deadline_s", "step_timeout_s", "load_timeout_s", "drain_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"serve.{name} must be a number of seconds > 0, got {value}")

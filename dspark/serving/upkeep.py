@@ -11,7 +11,7 @@ import dspark
 from dspark.decoding import SamplingParams
 from dspark.serving.api import Api, read_body
 from dspark.serving.channel import unavailable
-from dspark.serving.engine import Draining, Engine
+from dspark.serving.engine import Draining, Engine, EngineLost
 from dspark.serving.openapi import body_of
 from dspark.serving.protocol import (
     AbortRequest,
@@ -87,12 +87,8 @@ def add_upkeep(routes: APIRouter, api: Api) -> None:
     @routes.get("/health")
     @routes.get("/ping")
     async def health() -> dict[str, str]:
-        if not api.engine.healthy:
-            raise unavailable(
-                "the server is shutting down"
-                if api.engine.draining
-                else "the worker makes no progress"
-            )
+        if (trouble := api.engine.trouble) is not None:
+            raise unavailable(trouble)
         return {"status": "ok"}
 
     @routes.get("/health_generate", dependencies=keyed)
@@ -131,7 +127,7 @@ async def _generates(engine: Engine) -> None:
             if job is None and not engine.num_running and not engine.num_waiting:
                 try:
                     job = engine.submit("health", [0], params, heard)
-                except Draining as error:
+                except (Draining, EngineLost) as error:
                     raise unavailable(str(error)) from None
             await asyncio.sleep(0.01)
     finally:

@@ -14,25 +14,14 @@ from dspark.bench.serving_compare import NO_DRAFT, compare, paired
 from dspark.bench.serving_report import RequestTiming
 from dspark.errors import ConfigError, RunError
 from dspark.serving.server import running
-from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
+from dspark.testing import tiny_tokenizer
 
 PROMPTS = ["abc", "de", "fgh", "i"]
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def address(target: Any) -> Iterator[str]:
-    with running(target, tiny_draft(target), tiny_tokenizer()) as where:
-        yield where
-
-
-@pytest.fixture(scope="module")
-def plain(target: Any) -> Iterator[str]:
-    with running(target, None, tiny_tokenizer()) as where:
+def plain(pair: tuple[Any, Any]) -> Iterator[str]:
+    with running(pair[0], None, tiny_tokenizer()) as where:
         yield where
 
 

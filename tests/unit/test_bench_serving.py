@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +14,8 @@ from dspark.bench.serving import measure
 from dspark.bench.serving_client import Client
 from dspark.bench.serving_report import RequestTiming, ServingReport, above_ceiling, summarise
 from dspark.errors import ConfigError, RunError
-from dspark.serving.server import running
-from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    target = tiny_target()
-    with running(target, tiny_draft(target), tiny_tokenizer()) as where:
-        yield where
 
 
 def by_hand() -> list[RequestTiming]:

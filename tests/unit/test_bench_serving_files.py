@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,7 @@ from dspark.bench import serving_html
 from dspark.bench.definitions import DEFINITIONS
 from dspark.bench.serving_report import RequestTiming, summarise
 from dspark.cli import main
-from dspark.serving.server import running
-from dspark.testing import save_tiny_target, tiny_draft, tiny_target, tiny_tokenizer, write_rows
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    target = tiny_target()
-    with running(target, tiny_draft(target), tiny_tokenizer()) as where:
-        yield where
+from dspark.testing import save_tiny_target, write_rows
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from dspark.decoding import SamplingParams, nextn_draft
 from dspark.errors import CheckpointError, ConfigError, RunError
 from dspark.export.hf import export_draft
 from dspark.serving import choice
-from dspark.serving.engine import Engine
+from dspark.serving.engine import Engine, LocalModel, end_ids
 from dspark.serving.graph import step as graph_step
 from dspark.serving.graph.weights import unsupported_shapes
 from dspark.serving.plan import MemoryPlan
@@ -38,6 +38,7 @@ from dspark.testing import (
 )
 
 TOKENIZER = tiny_tokenizer()
+ENDS = end_ids(TOKENIZER)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 BF16 = torch.bfloat16
 MUCH = 10**12
@@ -129,11 +130,11 @@ def test_the_reference_decodes_on_a_cpu_and_says_why(caplog: pytest.LogCaptureFi
         (ling(), "the target is on the cpu, not on a CUDA device"),
     ):
         caplog.clear()
-        assert choice.choose(target, None, TOKENIZER, ServeSettings()) is None
+        assert choice.choose(target, None, ENDS, ServeSettings()) is None
         assert [one.getMessage() for one in caplog.records] == [f"reference engine: {reason}"]
         with pytest.raises(ConfigError, match=f"--engine graph cannot run here: {reason}"):
-            choice.choose(target, None, TOKENIZER, ServeSettings(engine="graph"))
-        assert choice.choose(target, None, TOKENIZER, ServeSettings(engine="reference")) is None
+            choice.choose(target, None, ENDS, ServeSettings(engine="graph"))
+        assert choice.choose(target, None, ENDS, ServeSettings(engine="reference")) is None
 
 
 @pytest.mark.parametrize("engine", ["auto", "graph"])
@@ -143,18 +144,18 @@ def test_the_graph_engine_is_made_ready_where_it_can_run(
     caplog.set_level(logging.INFO, "dspark")
     target = ling()
     draft = tiny_draft(target, block_size=8).to(BF16)
-    decoder = choice.choose(target, draft, TOKENIZER, ServeSettings(engine=engine))
+    decoder = choice.choose(target, draft, ENDS, ServeSettings(engine=engine))
     assert decoder is not None
     assert (decoder.name, decoder.context) == ("graph", 512)
     assert gpu == [{"context": 512, "num_draft_tokens": 7, "nextn": 0, "warm": True}]
     assert "graph engine: tiny-flash on cpu, context 512" in caplog.text
     settings = ServeSettings(engine=engine, context=64, num_draft_tokens=3)
-    decoder = choice.choose(target, draft, TOKENIZER, settings)
+    decoder = choice.choose(target, draft, ENDS, settings)
     assert decoder is not None
     assert gpu[1:] == [{"context": 64, "num_draft_tokens": 3, "nextn": 0, "warm": True}]
     # the default of a model with many positions
     target.config = SimpleNamespace(max_position_embeddings=100_000)
-    choice.choose(target, None, TOKENIZER, ServeSettings(engine=engine))
+    choice.choose(target, None, ENDS, ServeSettings(engine=engine))
     assert gpu[2:] == [{"context": 32768, "num_draft_tokens": None, "nextn": 0, "warm": True}]
 
 
@@ -163,7 +164,7 @@ def test_the_targets_own_block_drafts_in_the_graph_too(
 ) -> None:
     target = tiny_ling(dtype=BF16, nextn=True)
     draft = nextn_draft(target, 5)
-    assert choice.choose(target, draft, TOKENIZER, ServeSettings(engine="graph")) is not None
+    assert choice.choose(target, draft, ENDS, ServeSettings(engine="graph")) is not None
     assert gpu == [{"context": 512, "num_draft_tokens": 5, "nextn": 5, "warm": True}]
     settings = TargetSettings(path=str(save_tiny_ling(tmp_path / "target")))
     # the block and its cache leave fewer positions than a target alone would have
@@ -187,11 +188,11 @@ def test_models_that_differ_or_end_in_too_many_ways_are_for_the_reference(
     target = ling()
     graph = ServeSettings(engine="graph")
     with pytest.raises(ConfigError, match="the draft is float32, the target bfloat16"):
-        choice.choose(target, tiny_draft(target), TOKENIZER, graph)
+        choice.choose(target, tiny_draft(target), ENDS, graph)
     target.eos_ids = frozenset(range(100, 108))
     with pytest.raises(ConfigError, match=r"at most 8 ids may end an output, .* name 9"):
-        choice.choose(target, None, TOKENIZER, graph)
-    assert choice.choose(target, None, TOKENIZER, ServeSettings()) is None
+        choice.choose(target, None, ENDS, graph)
+    assert choice.choose(target, None, ENDS, ServeSettings()) is None
 
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
@@ -200,7 +201,7 @@ def test_models_that_differ_or_end_in_too_many_ways_are_for_the_reference(
     with pytest.raises(
         ConfigError, match=r"too small for a context of 512: tried .*smaller --cont"
     ):
-        choice.choose(ling(), None, TOKENIZER, graph)
+        choice.choose(ling(), None, ENDS, graph)
 
 
 def test_a_plan_is_printed_and_checked_before_loading(
@@ -264,6 +265,7 @@ def test_asking_for_the_graph_engine_on_a_cpu_loads_nothing(
     # there are no weights: a run that went on would say so
     words = ["serve", "--target", str(tmp_path), "--engine", "graph", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["dspark", *words])
+    monkeypatch.setattr("dspark.serving.process._METHOD", "fork")  # quicker
     with pytest.raises(SystemExit) as end:
         main()
     said = capsys.readouterr().err
@@ -286,9 +288,9 @@ def test_the_server_decodes_with_the_graph(sampling: SamplingParams) -> None:
     settings = ServeSettings(engine="graph", context=256)
     outputs = []
     for drafted in (draft, None):
-        decoder = choice.choose(target, drafted, TOKENIZER, settings)
+        decoder = choice.choose(target, drafted, ENDS, settings)
         assert decoder is not None
-        engine = Engine(target, drafted, TOKENIZER, settings, decoder)
+        engine = Engine(LocalModel(target, drafted, settings, decoder), TOKENIZER, settings)
         try:
             params = GenerateParams(max_new_tokens=64, sampling=sampling, ignore_eos=True)
             prompts = [list(range(40, 40 + length)) for length in (1, 17, 100)]

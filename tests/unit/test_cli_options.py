@@ -15,6 +15,7 @@ from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.corpus.sampling import SampleReport
 from dspark.errors import DataError, RunError
 from dspark.export.layouts import FORMATS
+from dspark.serving.loading import load_model
 
 
 class Stage:
@@ -180,7 +181,6 @@ def test_convert_hands_on_every_option(
 
 def test_serve_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = stub("serving.server.serve")
-    stub("export.load.load_draft", "DRAFT")
     given = {
         "num_draft_tokens": 2,
         "confidence_threshold": 0.25,
@@ -190,21 +190,24 @@ def test_serve_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch)
         "max_body_bytes": 600,
         "deadline_s": 7.0,
         "drain_s": 8.0,
+        "step_timeout_s": 9.0,
+        "load_timeout_s": 10.0,
     }
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     words += ["--host=h", "--port=0", "--model-name=m", "--api-key=k", "--draft=d"]
     assert run(monkeypatch, "serve", "--target", "smollm2-135m", *words) == 0
-    assert serve.args[1:] == ("DRAFT", "TOKENIZER")
+    load, tokenizer = serve.args
+    assert tokenizer == "TOKENIZER"
     settings = serve.options.pop("settings")
+    assert load.func is load_model
+    assert load.args[1:] == ("d", frozenset(), settings)
     assert {name: getattr(settings, name) for name in given} == given
     assert serve.options == {"host": "h", "port": 0, "model_name": "m", "api_key": "k"}
     assert run(monkeypatch, "serve", "--target", "smollm2-135m") == 0
-    assert serve.args[1] is None
-    load = stub("target.load", "TARGET")
-    block = stub("decoding.nextn_draft", "BLOCK")
+    assert serve.args[0].args[1] is None
     assert run(monkeypatch, "serve", "--target", "smollm2-135m", "--draft", "nextn:4") == 0
-    assert serve.args[1] == "BLOCK"
-    assert (load.options, block.args) == ({"nextn": True}, ("TARGET", 4))
+    assert serve.args[0].args[1] == "nextn:4"
+    assert run(monkeypatch, "serve", "--target", "smollm2-135m", "--draft", "nextn:x") == 2
 
 
 def test_sampling_tells_where_every_row_is(

@@ -207,10 +207,10 @@ def test_the_context_limit_ends_the_output(room: int) -> None:
 
 def test_what_cannot_fit_is_refused_with_both_numbers(target: Target) -> None:
     with pytest.raises(ConfigError, match=r"500 prompt tokens.*13.*512"):
-        check_request(target, 500, 13)
-    check_request(target, 500, 12)
+        check_request(target.max_position_embeddings, 500, 13)
+    check_request(target.max_position_embeddings, 500, 12)
     with pytest.raises(ConfigError, match="no tokens"):
-        check_request(target, 0, 1)
+        check_request(target.max_position_embeddings, 0, 1)
 
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.1, math.nan])

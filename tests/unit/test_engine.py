@@ -8,14 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dspark.decoding import Commit, DecodeParams, SamplingParams, decode, stream
 from dspark.errors import ConfigError, RunError
 from dspark.serving import engine as engine_module
-from dspark.serving.engine import Decoder, Draining, Engine, QueueFull
+from dspark.serving.engine import Decoder, Draining, Engine, LocalModel, QueueFull
 from dspark.serving.request import Delta, Event, Failed, Finished, GenerateParams
 from dspark.serving.settings import ServeSettings
-from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
+from dspark.testing import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -36,6 +37,17 @@ class FakeDraft:
     block_size = 4
 
 
+SCRIPTED = SimpleNamespace(
+    name="scripted",
+    vocab_size=300,
+    max_position_embeddings=512,
+    eos_ids=frozenset(),
+    device=torch.device("cpu"),
+    dtype=torch.float32,
+    model=None,
+)
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Engine]]:
     """Starts engines and ends them after the test."""
@@ -45,19 +57,15 @@ def start() -> Iterator[Callable[..., Engine]]:
         target: Any = None, draft: Any = None, decoder: Decoder | None = None, **settings: Any
     ) -> Engine:
         if target is None:  # the steps are scripted
-            target, draft = SimpleNamespace(name="scripted"), FakeDraft()
-        started.append(Engine(target, draft, TOKENIZER, ServeSettings(**settings), decoder))
+            target, draft = SCRIPTED, FakeDraft()
+        chosen = ServeSettings(**settings)
+        model = LocalModel(target, draft, chosen, decoder)
+        started.append(Engine(model, TOKENIZER, chosen))
         return started[-1]
 
     yield begin
     for one in started:
         one.close()
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = tiny_target()
-    return target, tiny_draft(target)
 
 
 def script(monkeypatch: pytest.MonkeyPatch, play: Callable[..., Iterator[Commit]]) -> None:
@@ -377,7 +385,7 @@ def test_the_decoder_is_closed_before_the_next_request(start: Any, how: str) -> 
 
     decoder = Decoder("scripted", play, 99)
     engine = start(decoder=decoder, deadline_s=0.2 if how == "deadline" else 60.0)
-    assert engine.context == 99
+    assert engine.card.context == 99
     stop = ("x",) if how == "stop string" else ()
     first: SimpleQueue[Event] = SimpleQueue()
     second: SimpleQueue[Event] = SimpleQueue()
@@ -430,7 +438,7 @@ def test_health_fails_while_the_worker_is_stuck(
 ) -> None:
     gate = Gate()
     script(monkeypatch, gate)
-    engine = start(stale_after_s=0.6)
+    engine = start(step_timeout_s=0.6)
     time.sleep(1.0)
     assert engine.healthy, "an idle worker is a healthy one"
     engine.submit("1", [1], params(), lambda event: None)

@@ -17,24 +17,17 @@ from dspark.decoding import (
 )
 from dspark.decoding.logprobs import logprobs_of
 from dspark.errors import ConfigError
-from dspark.serving.engine import Decoder, Engine
+from dspark.serving.engine import Decoder, LocalModel
 from dspark.serving.likelihood import TokenNames
 from dspark.serving.prepare import Preparer
 from dspark.serving.protocol import ApiError, ChatMessage, ChatRequest
 from dspark.serving.settings import ServeSettings
-from dspark.testing import tiny_draft, tiny_target
 from tests.unit.served import CHAT, MESSAGES, answer, chunks_of, client_of, refusal, tokenizer_of
 from tests.unit.test_stream import sentencepiece_like
 
 TOKENIZER = tokenizer_of()
 PROMPT = list(range(40, 52))
 FILTERED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=3)
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = tiny_target()
-    return target, tiny_draft(target)
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +250,8 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_an_engine_without_them_says_so(pair: tuple[Any, Any]) -> None:
-    engine = Engine(*pair, TOKENIZER, decoder=Decoder("graph", lambda *_: iter(())))
-    engine.close()
-    preparer = Preparer(pair[0], TOKENIZER, ServeSettings(), logprobs=engine.decoder.logprobs)
+    model = LocalModel(*pair, decoder=Decoder("graph", lambda *_: iter(())))
+    preparer = Preparer(model.card, TOKENIZER, ServeSettings())
     messages = [ChatMessage(role="user", content="a")]
     with pytest.raises(ApiError, match="--engine reference") as caught:
         preparer.chat(ChatRequest(messages=messages, logprobs=True))

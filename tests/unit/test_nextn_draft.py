@@ -20,7 +20,9 @@ from dspark.decoding import (
 )
 from dspark.decoding.sampling import pick
 from dspark.errors import ConfigError, TargetError
-from dspark.serving.server import running
+from dspark.serving.loading import load_model
+from dspark.serving.server import serving
+from dspark.serving.settings import ServeSettings
 from dspark.target import LingTarget, load
 from dspark.target.ling import sequence_call
 from dspark.target.mtp import nextn_hidden
@@ -82,14 +84,16 @@ def test_every_round_proposes_what_the_whole_sequence_says(
     assert {0, 4} < set(kept)
 
 
-def test_a_server_drafts_with_it(target: LingTarget) -> None:
-    draft, tokenizer = nextn_draft(target, 3), tiny_tokenizer()
+def test_a_server_drafts_with_it(tmp_path: Path) -> None:
+    place = TargetSettings(path=str(save_tiny_ling(tmp_path)), dtype="float32")
     # so hot that noise decides, or hardly a proposal is kept
     body = {"prompt": PROMPT.tolist(), "max_tokens": 16, "temperature": 2, "seed": 3}
     texts, drafted = [], []
-    for one in (draft, None):
+    for draft in ("nextn:3", None):
         with (
-            running(target, one, tokenizer) as address,
+            serving(
+                load_model(place, draft, frozenset(), ServeSettings()), tiny_tokenizer()
+            ) as address,
             httpx.Client(base_url=address, timeout=60) as http,
         ):
             texts.append(http.post("/v1/completions", json=body).json()["choices"][0]["text"])

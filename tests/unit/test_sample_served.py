@@ -14,7 +14,8 @@ from dspark.corpus.prompts import Prompt
 from dspark.corpus.responses import Response, read_responses
 from dspark.corpus.sampler import sample_responses
 from dspark.decoding import Commit, DecodeParams
-from dspark.serving.engine import Decoder, Engine
+from dspark.serving.card import card_of
+from dspark.serving.engine import Decoder, Engine, LocalModel
 from dspark.serving.prepare import Preparer
 from dspark.serving.protocol import ApiError, CompletionRequest, parse
 from dspark.serving.server import running
@@ -122,8 +123,9 @@ def test_special_tokens_stand_in_the_text_if_asked_for(target: HFTarget) -> None
     def play(prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
         yield Commit(ids, "length", None, 0, 0.001)
 
-    preparer = Preparer(target, TOKENIZER, ServeSettings())
-    engine = Engine(target, None, TOKENIZER, decoder=Decoder("scripted", play))
+    model = LocalModel(target, None, decoder=Decoder("scripted", play))
+    preparer = Preparer(model.card, TOKENIZER, ServeSettings())
+    engine = Engine(model, TOKENIZER)
     try:
         for skip in (True, False, None):
             raw = json.dumps({"prompt": "a", "skip_special_tokens": skip}).encode()
@@ -149,7 +151,7 @@ def test_special_tokens_stand_in_the_text_if_asked_for(target: HFTarget) -> None
 def test_stop_ids_that_cannot_be_are_refused(
     target: HFTarget, ids: Any, most: int | None, words: str | None
 ) -> None:
-    preparer = Preparer(target, TOKENIZER, ServeSettings(), most_stops=most)
+    preparer = Preparer(card_of(target, most_stops=most), TOKENIZER, ServeSettings())
     raw = json.dumps({"prompt": "a", "stop_token_ids": ids}).encode()
     if words is None:
         work = preparer.completion(parse(CompletionRequest, raw))

@@ -1,13 +1,10 @@
 """The server over real HTTP on 127.0.0.1: what clients of OpenAI and SGLang get to see."""
 
-import contextlib
 import itertools
 import json
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +19,10 @@ from dspark.decoding import Commit, DecodeParams, stream
 from dspark.errors import ConfigError
 from dspark.serving import engine as engine_module
 from dspark.serving import server as server_module
-from dspark.serving.prepare import Preparer
+from dspark.serving.engine import LocalModel
 from dspark.serving.server import running
 from dspark.serving.settings import ServeSettings
-from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
+from dspark.testing import tiny_target, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -35,12 +32,6 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LIMIT = 512
 """Positions of the tiny target."""
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = tiny_target()
-    return target, tiny_draft(target)
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +281,7 @@ def test_a_bad_default_of_the_model_names_its_file(key: str, value: Any, words: 
     target = tiny_target()
     setattr(target.model.generation_config, key, value)
     with pytest.raises(ConfigError) as caught:
-        Preparer(target, TOKENIZER, ServeSettings())
+        LocalModel(target, None)
     assert str(caught.value) == f"generation_config.json of target 'tiny': {words}"
 
 
@@ -606,7 +597,7 @@ def told_to_stop(
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """A server on a thread, its address, and what a SIGTERM calls; ends when the server has."""
     with server_module._listen("127.0.0.1", 0) as sock:
-        server = server_module._server(*pair, TOKENIZER, None, settings, None)
+        server = server_module._server(LocalModel(*pair, settings), TOKENIZER, None, settings, None)
         sock.listen(16)
         thread = threading.Thread(target=server.run, args=([sock],))
         thread.start()
@@ -668,36 +659,6 @@ def test_a_drain_that_takes_too_long_ends_the_stream_as_it_stands(
         rest = [line for line in lines if line]
         last = json.loads(rest[-2].removeprefix("data: "))
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_server_process_with_exit_code_0() -> None:
-    program = """
-from dspark.serving.server import serve
-from dspark.testing import tiny_target, tiny_tokenizer
-import sys
-serve(tiny_target(), None, tiny_tokenizer(), port=int(sys.argv[1]))
-"""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-c", program, str(port)])
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-            end = time.monotonic() + 120
-            while True:
-                with contextlib.suppress(httpx.ConnectError):
-                    if http.get("/health").status_code == 200:
-                        break
-                assert time.monotonic() < end
-                assert process.poll() is None
-                time.sleep(0.2)
-            post(http, "chat", max_tokens=2)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_line_separator_in_the_text_breaks_no_event(

@@ -19,7 +19,6 @@ from dspark.serving import engine as engine_module
 from dspark.serving import upkeep
 from dspark.serving.server import running
 from dspark.serving.settings import ServeSettings
-from dspark.testing import tiny_draft, tiny_target
 from tests.unit.served import (
     CHAT,
     MESSAGES,
@@ -34,12 +33,6 @@ from tests.unit.served import (
 
 TOKENIZER = tokenizer_of()
 ENDLESS = {"text": "a", "sampling_params": {"max_new_tokens": 400}}
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = tiny_target()
-    return target, tiny_draft(target)
 
 
 @pytest.fixture(scope="module")

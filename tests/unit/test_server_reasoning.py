@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dspark.testing import tiny_draft, tiny_target
+from dspark.testing import tiny_target
 from tests.unit.served import (
     CHAT,
     MESSAGES,
@@ -20,12 +20,6 @@ from tests.unit.served import (
 BODY: dict[str, Any] = {"messages": MESSAGES}
 CLOSED = {"chat_template_kwargs": {"enable_thinking": False}}
 USAGE = {"stream_options": {"include_usage": True}}
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = tiny_target()
-    return target, tiny_draft(target)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2, 5), (40,)])

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dspark.testing import tiny_draft, tiny_target
+from dspark.testing import tiny_target
 from tests.unit.served import (
     CHAT,
     MESSAGES,
@@ -41,12 +41,6 @@ ADD: dict[str, Any] = {
 BODY: dict[str, Any] = {"messages": MESSAGES, "tools": [ADD]}
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
 PAIRS = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>%d</arg_value>\n</tool_call>"
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = tiny_target()
-    return target, tiny_draft(target)
 
 
 @pytest.fixture(scope="module")

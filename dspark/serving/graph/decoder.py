@@ -40,7 +40,8 @@ class GraphDecoder:
             raise ConfigError("the graph engine computes no logprobs; leave them out")
         if params.rejection:
             raise ConfigError("the graph engine has no rejection sampling; leave it out")
-        check_request(step.target, len(prompt_ids), 1, context=step.context)
+        positions = step.target.max_position_embeddings
+        check_request(positions, len(prompt_ids), 1, context=step.context)
         if step.device.type == "cuda":
             # kernels are launched on the device of the calling thread
             torch.cuda.set_device(step.device)
