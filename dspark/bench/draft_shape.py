@@ -1,16 +1,10 @@
-"""The draft of a measurement: a NEXTN block by its name, or the official draft's shape."""
+"""The official draft's shape, for measurements without one."""
 
 from typing import Any
 
 from dspark.target.config import LingConfig
 
-__all__ = ["nextn_proposals", "official_shape"]
-
-
-def nextn_proposals(draft: str) -> int:
-    """N of `nextn:N`; 0 for anything else."""
-    kind, _, count = draft.partition(":")
-    return int(count) if kind == "nextn" and count.isdecimal() else 0
+__all__ = ["official_shape"]
 
 
 def official_shape(config: LingConfig, block_size: int) -> dict[str, Any]:

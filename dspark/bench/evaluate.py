@@ -1,4 +1,4 @@
-"""`dspark eval`: real batch-1 decoding of prompt sets, with the draft and without, by one loop.
+"""`dspark eval`: real batch-1 decoding of prompt sets, with drafts and without, by one loop.
 
 Acceptance figures are those of `dspark.acceptance`. Beside them, per set and pooled:
 
@@ -9,7 +9,7 @@ Acceptance figures are those of `dspark.acceptance`. Beside them, per set and po
 - ``tpot_ms``: mean over prompts with more than one new token of (last - first) / (tokens - 1), as
   `sglang.bench_serving` defines it, here without HTTP. ``tpot_ms_plain``: the same loop without a
   draft on the same prompts, over the first ``plain_tokens`` tokens of each; in turns, so that a
-  slow minute of the machine hits both.
+  slow minute of the machine hits all.
 - ``tokens_per_s``: new tokens / (prefill + decode time), with the draft.
 - ``confidence``, of all prompts together: how far the draft's confidence head can be believed, as
   `decoding.calibration` defines it, ``before`` as the head has it and ``after`` with the
@@ -33,15 +33,16 @@ from dspark.corpus.rejects import Reason, Rejects, RowError
 from dspark.decoding import (
     Completion,
     DecodeParams,
+    Draft,
+    NextNDraft,
     Outcomes,
     SamplingParams,
     decode,
     decode_plain,
-    draft_limit,
     measures,
+    proposal_limit,
     replay,
 )
-from dspark.draft import DSparkDraftModel
 from dspark.errors import DataError
 from dspark.progress import Bar, track
 from dspark.target import Target
@@ -53,6 +54,7 @@ __all__ = [
     "bootstrap_interval",
     "encode_sets",
     "evaluate",
+    "evaluate_all",
     "figures",
     "tpot_ms",
 ]
@@ -112,7 +114,19 @@ class EvalReport:
 
 def evaluate(
     target: Target,
-    draft: DSparkDraftModel,
+    draft: Draft,
+    tokenizer: Any,
+    prompt_sets: Mapping[str, Sequence[Prompt]],
+    settings: EvalSettings,
+    **options: Any,
+) -> EvalReport:
+    """`evaluate_all` of a single draft."""
+    return evaluate_all(target, {"": draft}, tokenizer, prompt_sets, settings, **options)[""]
+
+
+def evaluate_all(
+    target: Target,
+    drafts: Mapping[str, Draft],
     tokenizer: Any,
     prompt_sets: Mapping[str, Sequence[Prompt]],
     settings: EvalSettings,
@@ -121,13 +135,15 @@ def evaluate(
     confidence_threshold: float = 0.0,
     thinking: bool | None = None,
     other_mode_prompts: int = 16,
-) -> EvalReport:
-    """Decode the first ``settings.limit`` prompts of each set and report.
+) -> dict[str, EvalReport]:
+    """Decode the first ``settings.limit`` prompts of each set; the report of each draft.
+
+    All decode the same prompts, in turns, and are held against one plain decode of them.
 
     Args:
         tokenizer: the target's (transformers PreTrainedTokenizerBase); its template is used.
         prompt_sets: name -> prompts; further user turns are the caller's to send.
-        num_draft_tokens: proposals a round; None is `decoding.draft_limit`'s default.
+        num_draft_tokens: proposals a round; None is `decoding.proposal_limit`'s default.
         confidence_threshold: cut a block before the first slot below it, 0 keeps all.
         thinking: passed to the template.
         other_mode_prompts: prompts over which losslessness is checked at the other kind of
@@ -140,7 +156,10 @@ def evaluate(
         ConfigError: a setting is out of range.
     """
     encoded, rejects = encode_sets(target, tokenizer, prompt_sets, settings.limit, thinking)
-    most = draft_limit(draft.block_size, num_draft_tokens, confidence_threshold)
+    most = {
+        name: proposal_limit(draft, num_draft_tokens, confidence_threshold)
+        for name, draft in drafts.items()
+    }
     params = DecodeParams(
         max_new_tokens=settings.max_new_tokens,
         sampling=SamplingParams(
@@ -149,34 +168,38 @@ def evaluate(
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
     )
-    runs = _decode_all(target, draft, encoded, params, settings.plain_tokens)
-    every = [run for one in runs.values() for run in one]
-    counts = pooled((run.drafted.stats for run in every), most)
-    if counts.proposed and not counts.accepted:
-        log.warning(
-            "none of the %d drafted tokens was accepted: the draft is untrained, or its weights "
-            "are read with another meaning than they were trained",
-            counts.proposed,
-        )
+    everyones = _decode_all(target, drafts, encoded, params, settings.plain_tokens)
     prompts = [ids for one in encoded.values() for ids in one]
-    return EvalReport(
-        sets={name: figures(one, seed=settings.seed) for name, one in runs.items()},
-        pooled={
-            **figures(every, seed=settings.seed),
-            "confidence": _confidence(target, draft, prompts, every, params),
-        },
-        lossless=_lossless(target, draft, prompts[:other_mode_prompts], params, every),
-        rejects=rejects,
-        settings={
-            **settings.model_dump(mode="json", exclude={"prompts"}),
-            "block_size": draft.block_size,
-            "num_draft_tokens": most,
-            "confidence_threshold": confidence_threshold,
-            "thinking": thinking,
-        },
-        prompt_ids={name: [list(ids) for ids in one] for name, one in encoded.items()},
-        runs=runs,
-    )
+    reports = {}
+    for name, runs in everyones.items():
+        every = [run for one in runs.values() for run in one]
+        counts = pooled((run.drafted.stats for run in every), most[name])
+        if counts.proposed and not counts.accepted:
+            log.warning(
+                "none of the %d drafted tokens was accepted: the draft is untrained, or its "
+                "weights are read with another meaning than they were trained",
+                counts.proposed,
+            )
+        draft = drafts[name]
+        reports[name] = EvalReport(
+            sets={part: figures(one, seed=settings.seed) for part, one in runs.items()},
+            pooled={
+                **figures(every, seed=settings.seed),
+                "confidence": _confidence(target, draft, prompts, every, params),
+            },
+            lossless=_lossless(target, draft, prompts[:other_mode_prompts], params, every),
+            rejects=rejects,
+            settings={
+                **settings.model_dump(mode="json", exclude={"prompts"}),
+                "block_size": draft.block_size,
+                "num_draft_tokens": most[name],
+                "confidence_threshold": confidence_threshold,
+                "thinking": thinking,
+            },
+            prompt_ids={part: [list(ids) for ids in one] for part, one in encoded.items()},
+            runs=runs,
+        )
+    return reports
 
 
 def encode_sets(
@@ -225,43 +248,46 @@ def _encode(target: Target, tokenizer: Any, prompt: Prompt, thinking: bool | Non
 
 def _decode_all(
     target: Target,
-    draft: DSparkDraftModel,
+    drafts: Mapping[str, Draft],
     encoded: Mapping[str, Sequence[Sequence[int]]],
     params: DecodeParams,
     plain_tokens: int,
-) -> dict[str, list[PromptRun]]:
+) -> dict[str, dict[str, list[PromptRun]]]:
+    """By draft, and by set."""
     prompts = [(name, ids) for name, one in encoded.items() for ids in one]
     seeds = [seeded(params, index) for index in range(len(prompts))]
     plain = decode_plain(target, [ids for _, ids in prompts], seeds)
+    contenders: list[tuple[str | None, Draft | None]] = [*drafts.items(), (None, None)]
     # the first decode pays for allocations and thread start-up
-    for one in (draft, None):
+    for _, one in contenders:
         decode(target, one, prompts[0][1], replace(params, max_new_tokens=_WARMUP_TOKENS))
-    runs: dict[str, list[PromptRun]] = {name: [] for name in encoded}
+    runs: dict[str, dict[str, list[PromptRun]]] = {
+        draft: {name: [] for name in encoded} for draft in drafts
+    }
     with Bar("evaluate", len(prompts)) as bar:
         for index, ((name, ids), known, mine) in enumerate(zip(prompts, plain, seeds, strict=True)):
+            short = replace(mine, max_new_tokens=min(plain_tokens, mine.max_new_tokens))
             # whoever goes second finds warm caches: take turns
-            done = {}
-            for drafted in (True, False) if index % 2 == 0 else (False, True):
-                budget = min(plain_tokens, mine.max_new_tokens)
-                done[drafted] = (
-                    decode(target, draft, ids, mine)
-                    if drafted
-                    else decode(target, None, ids, replace(mine, max_new_tokens=budget))
-                )
-            runs[name].append(PromptRun(done[True], known, done[False]))
+            first = index % len(contenders)
+            done = {
+                who: decode(target, one, ids, short if one is None else mine)
+                for who, one in contenders[first:] + contenders[:first]
+            }
+            for draft, sets in runs.items():
+                sets[name].append(PromptRun(done[draft], known, done[None]))
             bar.advance(set=name)
     return runs
 
 
 def _confidence(
     target: Target,
-    draft: DSparkDraftModel,
+    draft: Draft,
     prompts: Sequence[Sequence[int]],
     runs: Sequence[PromptRun],
     params: DecodeParams,
 ) -> dict[str, Any] | None:
     """None without a confidence head, or a round that shows it."""
-    if draft.confidence_head is None:
+    if isinstance(draft, NextNDraft) or draft.confidence_head is None:
         return None
     rounds: list[Outcomes] = []
     pairs = list(zip(prompts, runs, strict=True))
@@ -279,7 +305,7 @@ def _confidence(
 
 def _lossless(
     target: Target,
-    draft: DSparkDraftModel,
+    draft: Draft,
     prompts: Sequence[Sequence[int]],
     params: DecodeParams,
     runs: Sequence[PromptRun],

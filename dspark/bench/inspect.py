@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dspark.bench.draft_shape import nextn_proposals
-from dspark.decoding.reference_step import MAX_PROPOSALS
+from dspark.decoding import nextn_proposals
+from dspark.decoding.proposer import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError, DSparkError, TargetError
 from dspark.export.config_json import from_json
@@ -101,20 +101,13 @@ def _step(
 def _plan(
     config: LingConfig, ranks: int, draft: str | Path | None, context: int | None, where: str
 ) -> dict[str, Any]:
-    shape, nextn = None, False
-    if isinstance(draft, str) and draft.partition(":")[0] == "nextn":
-        nextn = 1 <= nextn_proposals(draft) <= MAX_PROPOSALS
-        if not nextn:
-            raise ConfigError(
-                f"draft must be a config.json or nextn:N with N in 1..{MAX_PROPOSALS}, got "
-                f"'{draft}'"
-            )
-    elif draft is not None and not Path(draft).exists():
+    shape, nextn = None, draft is not None and nextn_proposals(str(draft)) is not None
+    if draft is not None and not nextn and not Path(draft).exists():
         raise ConfigError(
             f"draft must be a config.json, its directory or nextn:N with N in "
             f"1..{MAX_PROPOSALS} (none: leave it out), got '{draft}'"
         )
-    elif draft is not None:
+    if draft is not None and not nextn:
         draft = Path(draft)
         file = draft / "config.json" if draft.is_dir() else draft
         raw = read_object(file, TargetError)

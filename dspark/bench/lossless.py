@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from dspark.decoding import DecodeParams, SamplingParams, decode, decode_plain
-from dspark.draft import DSparkDraftModel
+from dspark.decoding import DecodeParams, Draft, SamplingParams, decode, decode_plain
 from dspark.progress import track
 from dspark.target import Target
 
@@ -77,7 +76,7 @@ def first_difference(
 
 def compare(
     target: Target,
-    draft: DSparkDraftModel,
+    draft: Draft,
     prompts: Sequence[Sequence[int]],
     params: DecodeParams,
     *,
@@ -105,7 +104,7 @@ def compare(
 
 def compare_modes(
     target: Target,
-    draft: DSparkDraftModel,
+    draft: Draft,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 64,

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from dspark import provenance
 
-__all__ = ["environment", "print_evaluation", "print_table"]
+__all__ = ["environment", "print_comparison", "print_evaluation", "print_table"]
 
 
 def environment() -> dict[str, Any]:
@@ -124,6 +124,52 @@ def print_evaluation(report: Mapping[str, Any], *, file: TextIO | None = None) -
         print(f"{mode}: {_verdict(one)}", file=stream)
 
 
+def print_comparison(
+    reports: Mapping[str, Mapping[str, Any]], *, file: TextIO | None = None
+) -> None:
+    """Show `EvalReport.summary` of several drafts of one run by their names, and plain decoding."""
+    stream = sys.stdout if file is None else file
+    report = next(iter(reports.values()))
+    parts = list(report["sets"])
+    rows: list[list[Any]] = []
+    for part in parts if len(parts) == 1 else [*parts, None]:
+        name = part or "all, pooled"
+        for draft, one in reports.items():
+            figures = one if part is None else one["sets"][part]
+            counts = [figures[key] for key in ("num_prompts", "num_tokens")]
+            lengths = [figures["accept_length"], _interval(figures), figures["accepted_drafts"]]
+            times = [figures[key] for key in ("tpot_ms", "speedup")]
+            rows.append([name, draft, *counts, *lengths, *times, figures["lossless"]])
+        plain = [1.0, None, 0.0, figures["tpot_ms_plain"], 1.0, None]
+        rows.append([name, "plain", *counts, *plain])
+    settings = report["settings"]
+    note = (
+        f"temperature {settings['temperature']:g}, max_new_tokens {settings['max_new_tokens']}, "
+        + ", ".join(
+            f"at most {one['settings']['num_draft_tokens']} proposals a round of {draft}"
+            for draft, one in reports.items()
+        )
+        + f"; {report['rejects']['rejected']} prompts left out. accept length counts the target's "
+        "own token, accepted drafts do not; plain is the same loop without a draft."
+    )
+    print_table("Real decoding of the same prompts", _COMPARED, rows, note=note, file=stream)
+    for draft, one in reports.items():
+        for mode, found in one["lossless_checks"].items():
+            print(f"{draft}, {mode}: {_verdict(found)}", file=stream)
+
+
+_COMPARED = (
+    "set",
+    "draft",
+    "prompts",
+    "tokens",
+    "accept length",
+    "95% interval",
+    "accepted drafts",
+    "TPOT ms",
+    "speed-up",
+    "same output",
+)
 _COLUMNS = (
     "set",
     "prompts",
@@ -141,12 +187,15 @@ _COLUMNS = (
 
 
 def _row(name: str, figures: Mapping[str, Any]) -> list[Any]:
-    low_high = figures["interval"]
-    shown = f"{low_high[0]:.3f}..{low_high[1]:.3f}" if low_high else None
     first = [name, *(figures[key] for key in ("num_prompts", "num_tokens", "rounds"))]
-    lengths = [figures["accept_length"], shown, figures["accept_length_macro"]]
+    lengths = [figures["accept_length"], _interval(figures), figures["accept_length_macro"]]
     times = [figures[key] for key in ("tpot_ms", "tpot_ms_plain", "speedup")]
     return [*first, *lengths, figures["accepted_drafts"], *times, figures["lossless"]]
+
+
+def _interval(figures: Mapping[str, Any]) -> str | None:
+    low_high = figures["interval"]
+    return f"{low_high[0]:.3f}..{low_high[1]:.3f}" if low_high else None
 
 
 def _verdict(comparison: Mapping[str, Any]) -> str:

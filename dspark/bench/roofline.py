@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark.bench.draft_shape import official_shape
-from dspark.decoding.reference_step import MAX_PROPOSALS
+from dspark.decoding.proposer import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from dspark.bench.ablations import without
-from dspark.bench.draft_shape import nextn_proposals, official_shape
+from dspark.bench.draft_shape import official_shape
 from dspark.bench.roofline import Floor, step_floor
-from dspark.decoding import DecodeParams
-from dspark.decoding.reference_step import MAX_PROPOSALS, draft_limit
+from dspark.decoding import DecodeParams, nextn_proposals
+from dspark.decoding.proposer import MAX_PROPOSALS, draft_limit
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
@@ -71,7 +71,7 @@ class StepOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.draft not in ("dspark", "none") and not 1 <= self.nextn <= MAX_PROPOSALS:
+        if self.draft not in ("dspark", "none") and not self.nextn:
             raise ConfigError(
                 f"draft must be dspark, none or nextn:N with N in 1..{MAX_PROPOSALS}, got "
                 f"'{self.draft}'"
@@ -105,7 +105,7 @@ class StepOptions:
     @property
     def nextn(self) -> int:
         """Proposals of the NEXTN block; 0: another draft, or none."""
-        return nextn_proposals(self.draft)
+        return nextn_proposals(self.draft) or 0
 
 
 @dataclass

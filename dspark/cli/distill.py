@@ -143,7 +143,13 @@ def _convert(
 
 
 def _eval(
-    draft: Annotated[str, typer.Option(help="Exported draft.")],
+    draft: Annotated[
+        list[str],
+        typer.Option(
+            help="Exported draft, or nextn:N, the target's own NEXTN block with N proposals a "
+            "round. Several times: all on the same prompts."
+        ),
+    ],
     overrides: Overrides = None,
     config: ConfigFile = None,
     target: Annotated[str | None, typer.Option(help="Directory, hub id or known name.")] = None,
@@ -158,15 +164,17 @@ def _eval(
     confidence_threshold: Annotated[float, typer.Option(help="0 never cuts a block.")] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Accept length of a draft on prompt sets, beside plain decoding, and whether it is lossless.
+    """Accept length of drafts on prompt sets, beside plain decoding, and whether it is lossless.
 
     Example: dspark eval --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block8
     --prompts data/prompts/heldout.jsonl --limit 8
     """
-    from dspark.bench.evaluate import evaluate
+    from dspark.bench.evaluate import evaluate_all
     from dspark.bench.prompt_sets import read_sets
-    from dspark.bench.report import environment, print_evaluation
+    from dspark.bench.report import environment, print_comparison, print_evaluation
     from dspark.corpus.chat import check_template
+    from dspark.decoding import nextn_draft, nextn_proposals
+    from dspark.errors import ConfigError
     from dspark.export.load import load_draft
     from dspark.export.template import warn_of_another
     from dspark.target import load, load_tokenizer
@@ -184,21 +192,34 @@ def _eval(
         override("eval.seed", seed),
     )
     sets = read_sets(settings.eval.prompts)
+    depths = {name: nextn_proposals(name) for name in draft}
+    if len(depths) < len(draft):
+        raise ConfigError(f"--draft was given twice for one draft: {', '.join(draft)}")
     tokenizer = load_tokenizer(settings.target)
     check_template(tokenizer)
-    warn_of_another(draft, tokenizer)
-    loaded = load(settings.target)
-    report = evaluate(
+    for name in (name for name, depth in depths.items() if depth is None):
+        warn_of_another(name, tokenizer)
+    loaded = load(settings.target, nextn=any(depths.values()))
+    reports = evaluate_all(
         loaded,
-        load_draft(draft, target=loaded),
+        {
+            name: load_draft(name, target=loaded) if depth is None else nextn_draft(loaded, depth)
+            for name, depth in depths.items()
+        },
         tokenizer,
         sets,
         settings.eval,
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
-    ).summary()
-    print_evaluation(report)
-    finish({"target": loaded.name, "draft": draft, **report, "environment": environment()}, as_json)
+    )
+    found = {name: report.summary() for name, report in reports.items()}
+    if len(found) == 1:
+        print_evaluation(found[draft[0]])
+        shown = {"draft": draft[0], **found[draft[0]]}
+    else:
+        print_comparison(found)
+        shown = {"drafts": found}
+    finish({"target": loaded.name, **shown, "environment": environment()}, as_json)
 
 
 def register(app: typer.Typer) -> None:

@@ -14,7 +14,13 @@ __all__ = ["register"]
 
 def _serve(
     target: Annotated[str, typer.Option(help="Directory, hub id or known name.")],
-    draft: Annotated[str | None, typer.Option(help="Exported draft; none: plain decoding.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Exported draft, or nextn:N, the target's own NEXTN block with N proposals a "
+            "round; none: plain decoding."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -52,6 +58,7 @@ def _serve(
 
     Example: dspark serve --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block8
     """
+    from dspark.decoding import nextn_proposals
     from dspark.export.template import warn_of_another
     from dspark.serving.engine import end_ids
     from dspark.serving.loading import load_model
@@ -82,7 +89,7 @@ def _serve(
         load_timeout_s=load_timeout_s,
     )
     tokenizer = load_tokenizer(config.target)
-    if draft:
+    if draft and nextn_proposals(draft) is None:
         warn_of_another(draft, tokenizer)
     serve(
         partial(load_model, config.target, draft, end_ids(tokenizer), settings),

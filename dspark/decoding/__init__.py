@@ -4,8 +4,10 @@ check and server share."""
 from dspark.decoding.calibration import Outcomes, fit_temperatures, measures
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
+from dspark.decoding.nextn import NextNDraft, nextn_draft, nextn_proposals
 from dspark.decoding.plain import decode_plain
-from dspark.decoding.reference_step import ReferenceStep, StepResult, draft_limit
+from dspark.decoding.proposer import draft_limit
+from dspark.decoding.reference_step import Draft, ReferenceStep, StepResult, proposal_limit
 from dspark.decoding.replay import replay
 from dspark.decoding.sampling import SamplingParams
 
@@ -14,7 +16,9 @@ __all__ = [
     "Commit",
     "Completion",
     "DecodeParams",
+    "Draft",
     "Logprob",
+    "NextNDraft",
     "Outcomes",
     "ReferenceStep",
     "SamplingParams",
@@ -25,6 +29,9 @@ __all__ = [
     "draft_limit",
     "fit_temperatures",
     "measures",
+    "nextn_draft",
+    "nextn_proposals",
+    "proposal_limit",
     "replay",
     "stream",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark.acceptance import AcceptStats
-from dspark.decoding.reference_step import SHORTLIST
+from dspark.decoding.proposer import SHORTLIST
 from dspark.decoding.sampling import SamplingParams, filter_logits, gumbel
 from dspark.draft import DSparkDraftModel
 

@@ -12,9 +12,8 @@ import torch
 
 from dspark.acceptance import AcceptStats
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
-from dspark.decoding.reference_step import ReferenceStep, draft_limit
+from dspark.decoding.reference_step import Draft, ReferenceStep, proposal_limit
 from dspark.decoding.sampling import SamplingParams
-from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.target import Target
 
@@ -39,6 +38,9 @@ class DecodeParams:
     """Proposals a round; None: `draft_limit`'s default; 0: as if there were no draft."""
     confidence_threshold: float = 0.0
     """Cut the proposals before the first slot below it; 0 never cuts."""
+    rejection: bool = False
+    """Judge sampled proposals by `decoding.rejection`: more are kept, but the output is another one
+    than without the draft, of the same distribution. For the reference engine."""
     top_logprobs: int | None = None
     """Log probabilities of the tokens, with so many alternatives; None: none are computed."""
 
@@ -116,7 +118,7 @@ def stop_ids(target: Target, params: DecodeParams) -> frozenset[int]:
 
 def stream(
     target: Target,
-    draft: DSparkDraftModel | None,
+    draft: Draft | None,
     prompt_ids: Sequence[int],
     params: DecodeParams,
 ) -> Iterator[Commit]:
@@ -139,6 +141,7 @@ def stream(
         num_draft_tokens=params.num_draft_tokens,
         confidence_threshold=params.confidence_threshold,
         top_logprobs=params.top_logprobs,
+        rejection=params.rejection,
     )
     begun = time.perf_counter()
     tokens = [step.prefill(torch.tensor(prompt_ids, dtype=torch.int64))]
@@ -161,14 +164,14 @@ def stream(
 
 def decode(
     target: Target,
-    draft: DSparkDraftModel | None,
+    draft: Draft | None,
     prompt_ids: Sequence[int],
     params: DecodeParams,
 ) -> Completion:
     """`stream`, gathered. Raises as `stream` does."""
     limit = 0
     if draft is not None and params.num_draft_tokens != 0:
-        limit = draft_limit(draft.block_size, params.num_draft_tokens, params.confidence_threshold)
+        limit = proposal_limit(draft, params.num_draft_tokens, params.confidence_threshold)
     stats = AcceptStats(limit)
     tokens: list[int] = []
     steps: list[float] = []

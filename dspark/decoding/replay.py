@@ -14,7 +14,7 @@ from torch import Tensor
 from dspark.acceptance import AcceptStats
 from dspark.decoding.calibration import Outcomes
 from dspark.decoding.loop import DecodeParams
-from dspark.decoding.reference_step import Proposer, draft_limit
+from dspark.decoding.proposer import BlockProposer, draft_limit
 from dspark.draft import DSparkDraftModel
 from dspark.target import Target
 
@@ -46,7 +46,7 @@ def replay(
     ids = torch.cat([torch.tensor(prompt_ids, device=target.device), output])
     if taps is None:
         taps = target.features(ids[None], draft.layer_ids).taps[0]
-    proposer = Proposer(draft, params.sampling, threshold=params.confidence_threshold)
+    proposer = BlockProposer(draft, params.sampling, threshold=params.confidence_threshold)
     room = target.max_position_embeddings - len(prompt_ids)
     budget = min(params.max_new_tokens, room)
     proposer.extend(taps[: len(prompt_ids)])

@@ -19,7 +19,7 @@ from dspark.decoding import (
     measures,
     replay,
 )
-from dspark.decoding.reference_step import MAX_PROPOSALS
+from dspark.decoding.proposer import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.progress import track

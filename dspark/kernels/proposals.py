@@ -277,7 +277,7 @@ def chain(
     warps: int = 4,
     pdl: bool | None = None,
 ) -> None:
-    """`Proposer.propose` behind `shortlist` and `pair_bias`; of equal logits the lowest id wins.
+    """The proposals behind `shortlist` and `pair_bias`; of equal logits the lowest id wins.
 
     Rows behind the proposals are not written. Nothing is allocated and nothing waited for.
 

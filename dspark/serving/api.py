@@ -90,7 +90,7 @@ class Api:
             "engine": card.engine,
             "context": card.context,
             "max_model_len": self.preparer.max_model_len,
-            "speculative_algorithm": "DSPARK" if card.drafts else None,
+            "speculative_algorithm": card.algorithm,
             "num_draft_tokens": engine.num_draft_tokens,
             "settings": asdict(engine.settings),
             "internal_states": [engine.metrics.snapshot()],

@@ -30,7 +30,8 @@ class ModelCard:
     """What a request gets that asks for nothing."""
     engine: str = "reference"
     """reference or graph."""
-    drafts: bool = False
+    algorithm: str | None = None
+    """DSPARK or NEXTN, which drafts; None without a draft."""
     num_draft_tokens: int = 0
     """Proposals a step at most; 0 without a draft."""
     most_stops: int | None = None

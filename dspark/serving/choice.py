@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dspark import kernels
 from dspark.config import TargetSettings
-from dspark.decoding import draft_limit
+from dspark.decoding import Draft, NextNDraft, draft_limit, nextn_proposals
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.load import TargetShape, check_fit, read_config
@@ -63,9 +63,12 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
         return settings
     config, device, dtype = peek(target)
     reason, shape = obstacle(config, None, device, dtype), None
+    nextn = nextn_proposals(draft) if draft is not None else None
     if "+" in target.device:
         reason = _SPREAD
-    if reason is None and config is not None and draft is not None:
+    if nextn is not None:
+        draft_limit(nextn, settings.num_draft_tokens, settings.confidence_threshold)
+    elif reason is None and config is not None and draft is not None:
         shape = read_config(draft, target_layers=config.num_hidden_layers)
         check_fit(shape, TargetShape.of(config, target.path), draft)
         draft_limit(shape.block_size or 0, settings.num_draft_tokens, settings.confidence_threshold)
@@ -75,15 +78,16 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
         return settings
     assert config is not None
     free = _free(device)
-    context = settings.context or _default_context(MemoryPlan(config, shape, 2), free)
-    plan = MemoryPlan(config, shape, context)
+    plan = MemoryPlan(config, shape, 2, nextn=nextn is not None)
+    context = settings.context or _default_context(plan, free)
+    plan = replace(plan, context=context)
     Console(stderr=True).print(plan.table(free))
     plan.check(free)
     return replace(settings, context=context)
 
 
 def choose(
-    target: Target, draft: DSparkDraftModel | None, ends: Set[int], settings: ServeSettings
+    target: Target, draft: Draft | None, ends: Set[int], settings: ServeSettings
 ) -> Decoder | None:
     """The graph engine, ready for its first request; None: the reference is to decode.
 
@@ -114,7 +118,11 @@ def choose(
     try:
         torch.cuda.set_device(target.device)
         step = GraphStep(
-            target, draft, context=context, num_draft_tokens=proposals(draft, settings) or None
+            target,
+            None if isinstance(draft, NextNDraft) else draft,
+            context=context,
+            num_draft_tokens=proposals(draft, settings) or None,
+            nextn=draft.block_size if isinstance(draft, NextNDraft) else 0,
         )
         step.warm_up()
     except torch.OutOfMemoryError as error:
@@ -126,11 +134,12 @@ def choose(
     return Decoder("graph", GraphDecoder(step).stream, context, _MOST_STOPS)
 
 
-def _obstacle(target: Target, draft: DSparkDraftModel | None, ends: Set[int]) -> str | None:
+def _obstacle(target: Target, draft: Draft | None, ends: Set[int]) -> str | None:
     ling = target if isinstance(target, LingTarget) else None
+    model = draft if isinstance(draft, DSparkDraftModel) else None
     reason = obstacle(
         ling.model.config if ling else None,
-        draft.config if draft is not None else None,
+        model.config if model is not None else None,
         target.device,
         target.dtype,
         ling.model.ranks if ling else 1,
@@ -139,8 +148,8 @@ def _obstacle(target: Target, draft: DSparkDraftModel | None, ends: Set[int]) ->
         reason = _SPREAD
     if reason is not None:
         return reason
-    if draft is not None and draft.fc.weight.dtype != target.dtype:
-        return f"the draft is {_name(draft.fc.weight.dtype)}, the target {_name(target.dtype)}"
+    if model is not None and model.fc.weight.dtype != target.dtype:
+        return f"the draft is {_name(model.fc.weight.dtype)}, the target {_name(target.dtype)}"
     stops = target.eos_ids | ends
     if len(stops) > _MOST_STOPS:
         return (

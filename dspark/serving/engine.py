@@ -17,8 +17,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from dspark.acceptance import AcceptStats
-from dspark.decoding import Commit, DecodeParams, draft_limit, stream
-from dspark.draft import DSparkDraftModel
+from dspark.decoding import Commit, DecodeParams, Draft, NextNDraft, proposal_limit, stream
 from dspark.errors import ConfigError, DSparkError, RunError
 from dspark.serving.card import ModelCard, card_of
 from dspark.serving.metrics import Metrics
@@ -118,7 +117,7 @@ class LocalModel:
     def __init__(
         self,
         target: Target,
-        draft: DSparkDraftModel | None,
+        draft: Draft | None,
         settings: ServeSettings | None = None,
         decoder: Decoder | None = None,
     ) -> None:
@@ -135,7 +134,7 @@ class LocalModel:
             context=decoder.context,
             most_stops=decoder.most_stops,
             logprobs=decoder.logprobs,
-            drafts=draft is not None,
+            algorithm=algorithm(draft),
             num_draft_tokens=proposals(draft, settings),
         )
 
@@ -445,7 +444,14 @@ def end_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(() if eos is None else (eos,))
 
 
-def proposals(draft: DSparkDraftModel | None, settings: ServeSettings) -> int:
+def algorithm(draft: Draft | None) -> str | None:
+    """As SGLang names it; None without a draft."""
+    if draft is None:
+        return None
+    return "NEXTN" if isinstance(draft, NextNDraft) else "DSPARK"
+
+
+def proposals(draft: Draft | None, settings: ServeSettings) -> int:
     """Proposals a round at most; 0 without a draft.
 
     Raises:
@@ -456,4 +462,4 @@ def proposals(draft: DSparkDraftModel | None, settings: ServeSettings) -> int:
         if wanted is not None:
             raise ConfigError(f"serve.num_draft_tokens is {wanted}, but there is no draft")
         return 0
-    return draft_limit(draft.block_size, wanted, settings.confidence_threshold)
+    return proposal_limit(draft, wanted, settings.confidence_threshold)

@@ -4,7 +4,7 @@ from collections.abc import Set
 from itertools import islice
 
 from dspark.config import TargetSettings
-from dspark.decoding import DecodeParams, SamplingParams
+from dspark.decoding import DecodeParams, Draft, SamplingParams, nextn_draft, nextn_proposals
 from dspark.export.load import load_draft
 from dspark.serving.choice import choose, foresee
 from dspark.serving.engine import LocalModel
@@ -25,8 +25,11 @@ def load_model(
         DSparkError: one of these cannot be done.
     """
     settings = foresee(target, draft, settings)
-    loaded = load(target)
-    drafted = load_draft(draft, target=loaded) if draft else None
+    depth = nextn_proposals(draft) if draft else None
+    loaded = load(target, nextn=depth is not None)
+    drafted: Draft | None = None
+    if draft:
+        drafted = load_draft(draft, target=loaded) if depth is None else nextn_draft(loaded, depth)
     model = LocalModel(loaded, drafted, settings, choose(loaded, drafted, ends, settings))
     if loaded.device.type == "cuda":
         # kernels are compiled and libraries begun now, not in the time of the first request's steps

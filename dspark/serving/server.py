@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dspark
-from dspark.draft import DSparkDraftModel
+from dspark.decoding import Draft
 from dspark.errors import ConfigError, RunError
 from dspark.serving.api import Api, new_request_id, request_id_of
 from dspark.serving.child import Load
@@ -256,7 +256,7 @@ def serving(
 @contextmanager
 def running(
     target: Target,
-    draft: DSparkDraftModel | None,
+    draft: Draft | None,
     tokenizer: Any,
     *,
     settings: ServeSettings | None = None,

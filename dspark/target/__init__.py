@@ -67,14 +67,19 @@ def resolve(settings: TargetSettings) -> str:
 
 
 def load(
-    settings: TargetSettings | str, *, device: str | None = None, dtype: str | None = None
+    settings: TargetSettings | str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    nextn: bool = False,
 ) -> Target:
     """Load the target's weights, frozen and in evaluation mode.
 
-    ``device`` and ``dtype`` win over the settings.
+    ``device`` and ``dtype`` win over the settings. ``nextn``: with the NEXTN block.
 
     Raises:
-        TargetError: it cannot be found or read, or its architecture is not supported.
+        TargetError: it cannot be found or read, its architecture is not supported, or it has no
+            NEXTN block.
     """
     settings = TargetSettings(path=settings) if isinstance(settings, str) else settings
     devices = _devices(device or settings.device)
@@ -82,8 +87,15 @@ def load(
     place = resolve(settings)
     raw = _raw_config(place, settings)
     if is_ling(raw) or raw.get("model_type") == "bailing_hybrid":
-        return load_ling(settings, device=devices, dtype=_dtype(dtype or settings.dtype, where))
+        return load_ling(
+            settings, device=devices, dtype=_dtype(dtype or settings.dtype, where), nextn=nextn
+        )
     _refuse_ling_settings(settings, raw)
+    if nextn:
+        raise TargetError(
+            f"a NEXTN draft is for Ling-3.0 targets; '{settings.path}' is "
+            f"{raw.get('architectures')}"
+        )
     if len(devices) > 1:
         raise TargetError(
             f"target.device '{device or settings.device}' is several devices, which is for "
@@ -167,14 +179,21 @@ def load_ling(
     ranks: int = 1,
     rank: int = 0,
     reduce: Reduce | None = None,
+    nextn: bool = False,
 ) -> LingTarget:
     """Load a Ling-3.0 checkpoint, whole or as one of ``ranks`` (``reduce`` sums over them).
 
     Raises:
-        TargetError: it cannot be found, does not fit its config, or is not a Ling-3.0 model.
+        TargetError: it cannot be found, does not fit its config, is not a Ling-3.0 model, or has no
+            NEXTN block where one is wanted.
     """
     directory = _directory(resolve(settings), settings)
     config = LingConfig.from_file(directory / "config.json", settings.config_overrides)
+    if nextn and not config.num_nextn_predict_layers:
+        raise TargetError(
+            f"target '{settings.path}' has no NEXTN block to draft with: its "
+            "num_nextn_predict_layers is 0"
+        )
     model = load_model(
         directory,
         config,
@@ -183,6 +202,7 @@ def load_ling(
         ranks=ranks,
         rank=rank,
         reduce=reduce,
+        nextn=nextn,
         swiglu_limits=settings.apply_swiglu_limits,
     )
     generation = _ling_generation(directory, config, settings)

@@ -70,7 +70,9 @@ class Rows:
 
     logits: Tensor  # [T, V] (prefill: [1, V], of the last token)
     taps: Tensor  # [T, F*D] (prefill: of every prompt token)
-    hidden: Tensor | None = None  # [S, D], behind the final norm, of a prefill that keeps them
+    hidden: Tensor | None = (
+        None  # [T, D], behind the final norm (prefill: [S, D], if it keeps them)
+    )
 
 
 class Cache(Protocol):
@@ -214,7 +216,7 @@ class Target(ABC):
         padded = input_ids.new_full((padded_rows(count, self.device),), int(input_ids[0]))
         padded[:count] = input_ids
         hidden, taps = self._extend(cache, padded.to(self.device), count)
-        return Rows(self.logits(hidden)[:count], taps[:count])
+        return Rows(self.logits(hidden)[:count], taps[:count], hidden[:count])
 
     def commit(self, cache: Cache, rows: int) -> None:
         """Keep the first ``rows`` rows of the last `verify`."""

@@ -47,7 +47,11 @@ def of_config(config: Any, model: nn.Module) -> str:
     # without what is off: a later transformers has more switches
     on = {name: value for name, value in values.items() if value not in (None, False)}
     kept = {k: v for k, v in on.items() if k not in _FOREIGN and not k.startswith("_")}
-    limits = [getattr(module, "limit", None) for module in model.modules()]
+    limits = [
+        getattr(module, "limit", None)
+        for name, module in model.named_modules()
+        if not _unread(model, f"{name}.")
+    ]
     kept["limits"] = [float(one) for one in limits if isinstance(one, int | float)]
     text = json.dumps(kept, sort_keys=True, default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -57,6 +61,8 @@ def of_version_1(model: nn.Module) -> str:
     """As earlier versions wrote it."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
+        if _unread(model, name):
+            continue
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -82,10 +88,15 @@ def difference(one: str, other: str) -> str:
     return " and ".join(name for name, mine, theirs in pairs if mine != theirs)
 
 
+def _unread(model: nn.Module, name: str) -> bool:
+    """Is this of a block that takes no part in the model's output?"""
+    return name.startswith(getattr(model, "unread", ()))
+
+
 def _of_weights(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and not _unread(model, name):
             digest.update(f"{name}{tuple(tensor.shape)}".encode())
             digest.update(_samples(tensor).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -133,6 +133,12 @@ class LingModel(nn.Module):
         return len(self.model.layers) > self.config.num_hidden_layers
 
     @property
+    def unread(self) -> tuple[str, ...]:
+        """Prefixes of what `forward` does not run: the NEXTN block, if there is one."""
+        every = range(self.config.num_hidden_layers, len(self.model.layers))
+        return tuple(f"model.layers.{index}." for index in every)
+
+    @property
     def layers(self) -> Sequence[Layer]:
         """Decoder layers without the NEXTN block."""
         layers: Sequence[Layer] = self.model.layers[: self.config.num_hidden_layers]  # type: ignore[assignment]

@@ -15,6 +15,7 @@ from dspark.config import TargetSettings
 from dspark.export.load import load_draft
 from dspark.serving.server import running
 from dspark.testing import save_tiny_target
+from tests.independent_tau import count
 
 ROOT = Path(__file__).parents[2]
 FLOAT32 = "target.dtype=float32"
@@ -75,6 +76,9 @@ def test_from_prompts_to_a_measured_draft(forks: Any, tmp_path: Path) -> None:
     )  # fmt: skip
     assert report["lossless"] is True
     assert report["accept_length"] == pytest.approx(trained["best_accept_length"], rel=0.05)
+    # the same counts, by a program that shares nothing with ours
+    asked = [[{"role": "user", "content": f"say {i}"}] for i in range(8)]
+    assert count(str(target), str(draft), asked, 24, 4) == [report["rounds"], report["emitted"]]
 
     of = TargetSettings(path=str(target), dtype="float32")
     loaded = targets.load(of)

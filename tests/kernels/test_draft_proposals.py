@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.decoding.reference_step import Proposer
+from dspark.decoding.proposer import BlockProposer
 from dspark.decoding.sampling import SamplingParams, filter_logits, pick_candidate
 from dspark.draft import DSparkDraftModel
 from dspark.draft.config import DSparkConfig
@@ -120,7 +120,7 @@ class Pairs:
         self, params: SamplingParams, *, position: int, limit: int, threshold: float = 0.0,
         markov: bool = True, confident: bool = True,
     ) -> list[int]:  # fmt: skip
-        """`Proposer.propose` over this shortlist."""
+        """`BlockProposer.propose` over this shortlist."""
         found: list[int] = []
         previous = self.anchor
         for slot in range(min(limit, len(self.ids))):
@@ -351,7 +351,7 @@ def test_proposals_are_the_drafts_own(
     confidence_head = DraftWeights.of(draft).confidence
     assert confidence_head is not None
     for threshold in (0.0, 0.4, 0.7):
-        proposer = Proposer(draft, params, threshold=threshold)
+        proposer = BlockProposer(draft, params, threshold=threshold)
         proposer.extend(taps)
         hidden = torch.full((16, 32), torch.nan, device=device)
         hidden[:4] = draft.block_hidden(proposer._context, anchor)

@@ -1,14 +1,12 @@
 """The NEXTN block as the draft of the captured step: its proposals, and the target's own output."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from dspark.decoding import DecodeParams, SamplingParams, decode
-from dspark.decoding.sampling import pick
+from dspark.decoding import DecodeParams, SamplingParams, decode, nextn_draft
+from dspark.decoding.nextn import NextNProposer
 from dspark.errors import ConfigError
 from dspark.kernels.accept import Done, Field
 from dspark.serving.graph.decoder import GraphDecoder
@@ -16,11 +14,7 @@ from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
 from dspark.target import LingTarget
 from dspark.target.config import LingConfig
-from dspark.target.ling import sequence_call
 from dspark.target.model import LingModel
-from dspark.target.mtp import nextn_block, nextn_hidden
-from dspark.target.rows import chunk_masks
-from dspark.target.state import Call
 from dspark.target.synthetic import synthetic
 from dspark.target.weights import fill
 from dspark.testing import TINY_LING, tiny_draft, tiny_ling
@@ -57,70 +51,26 @@ def small(target: LingTarget, nextn: int, context: int = 64) -> GraphStep:
     return GraphStep(target, None, context=context, tuning=tuning, nextn=nextn)
 
 
-class Loop:
-    """The same proposals from `nextn_hidden`, with a cache of its own."""
-
-    def __init__(self, target: LingTarget) -> None:
-        self.model, self.device = target.model, target.device
-        held = nextn_block(self.model).attention.new_state(1, self.device)  # type: ignore[call-arg]
-        self.latents: Any = {target.config.num_hidden_layers: held}
-
-    def prompt(self, hidden: Tensor, ids: list[int]) -> None:
-        call = sequence_call(torch.Size([1, len(ids) - 1]), self.device)
-        call = replace(call, latents=self.latents)
-        following = torch.tensor([ids[1:]], device=self.device)
-        nextn_hidden(self.model, hidden[None, :-1], following, call)
-
-    def read(self, hidden: Tensor, following: list[int], start: int) -> Tensor:
-        """Hidden states of a few rows."""
-        positions = torch.arange(start, start + len(hidden), device=self.device)
-        masks = chunk_masks(positions, start + len(hidden), None)
-        call = Call(
-            positions=positions[None],
-            by_row=True,
-            count=len(hidden),
-            start=start,
-            latents=self.latents,
-            masks=tuple(
-                mask.repeat(self.model.config.num_attention_heads, 1)[None] for mask in masks
-            ),
-        )
-        ids = torch.tensor([following], device=self.device)
-        return nextn_hidden(self.model, hidden[None], ids, call)[0]
-
-    def propose(
-        self, hidden: Tensor, following: list[int], cursor: int, depth: int, params: DecodeParams
-    ) -> list[int]:
-        """Behind kept rows ``hidden``, of which the last one stands before ``cursor``."""
-        state = self.read(hidden, following, cursor - len(hidden))[-1:]
-        tokens: list[int] = []
-        for slot in range(depth):
-            where = torch.tensor([cursor + slot + 1], device=self.device)
-            tokens.append(int(pick(self.model.logits(state).float(), params.sampling, where)[0]))
-            if slot + 1 < depth:
-                state = self.read(state, tokens[-1:], cursor + slot)
-        return tokens
-
-
 @pytest.mark.slow
 @torch.no_grad()
-def test_two_rounds_are_those_of_a_plain_loop(device: torch.device) -> None:
+def test_two_rounds_are_those_of_the_plain_loop(device: torch.device) -> None:
     """A rejection between them: the second one reads three rows, and writes over what is stale."""
     target = ling(device, torch.float32, layers=2)
     depth, ids = 3, prompt(0, 20)
-    step, loop = small(target, depth), Loop(target)
-    anchor = step.begin(ids, GREEDY)
+    step, draft = small(target, depth), nextn_draft(target, depth)
+    anchor = torch.tensor(step.begin(ids, GREEDY))
     arena = step.arena
     hidden = target.features(torch.tensor([ids]), ()).last_hidden[0]
-    loop.prompt(hidden, ids)
+    loop = NextNProposer(draft, GREEDY.sampling)
+    loop.extend(hidden, torch.tensor([*ids[1:], int(anchor)]))
     assert (int(arena.of(Field.INJECT_BASE)), int(arena.of(Field.INJECT_COUNT))) == (19, 1)
     step.propose()
-    first = loop.propose(hidden[-1:], [anchor], 20, depth, GREEDY)
+    first = loop.propose(anchor, depth).tolist()
     assert arena.proposals[:depth].tolist() == first
     assert int(arena.of(Field.COUNT)) == depth
     # the target has kept the anchor and two proposals, and chosen another token than the third
     chosen = first[2] ^ 1
-    rows = target.features(torch.tensor([[*ids, anchor, *first]]), ()).last_hidden[0, 20:]
+    rows = target.features(torch.tensor([[*ids, int(anchor), *first]]), ()).last_hidden[0, 20:]
     # sampled from here on, with one proposal less
     step.set_state(cursor=23, anchor=chosen, left=3, params=SAMPLED)
     arena.of(Field.INJECT_BASE).fill_(20)
@@ -129,7 +79,10 @@ def test_two_rounds_are_those_of_a_plain_loop(device: torch.device) -> None:
     arena.normed[:3] = rows[:3]
     arena.proposals[3:] = 1 << 30
     step.propose()
-    second = loop.propose(rows[:3], [*first[:2], chosen], 23, 2, SAMPLED)
+    loop = NextNProposer(draft, SAMPLED.sampling)
+    following = torch.tensor([*ids[1:], int(anchor), *first[:2], chosen])
+    loop.extend(torch.cat([hidden, rows[:3]]), following)
+    second = loop.propose(following[-1], 2).tolist()
     assert arena.proposals[:3].tolist() == [*second, first[2]]
     assert int(arena.of(Field.COUNT)) == 2
     assert first[:2] != second

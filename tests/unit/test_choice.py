@@ -15,7 +15,7 @@ import torch
 
 from dspark.cli import main
 from dspark.config import TargetSettings
-from dspark.decoding import SamplingParams
+from dspark.decoding import SamplingParams, nextn_draft
 from dspark.errors import CheckpointError, ConfigError, RunError
 from dspark.export.hf import export_draft
 from dspark.serving import choice
@@ -147,16 +147,39 @@ def test_the_graph_engine_is_made_ready_where_it_can_run(
     decoder = choice.choose(target, draft, ENDS, ServeSettings(engine=engine))
     assert decoder is not None
     assert (decoder.name, decoder.context) == ("graph", 512)
-    assert gpu == [{"context": 512, "num_draft_tokens": 7, "warm": True}]
+    assert gpu == [{"context": 512, "num_draft_tokens": 7, "nextn": 0, "warm": True}]
     assert "graph engine: tiny-flash on cpu, context 512" in caplog.text
     settings = ServeSettings(engine=engine, context=64, num_draft_tokens=3)
     decoder = choice.choose(target, draft, ENDS, settings)
     assert decoder is not None
-    assert gpu[1:] == [{"context": 64, "num_draft_tokens": 3, "warm": True}]
+    assert gpu[1:] == [{"context": 64, "num_draft_tokens": 3, "nextn": 0, "warm": True}]
     # the default of a model with many positions
     target.config = SimpleNamespace(max_position_embeddings=100_000)
     choice.choose(target, None, ENDS, ServeSettings(engine=engine))
-    assert gpu[2:] == [{"context": 32768, "num_draft_tokens": None, "warm": True}]
+    assert gpu[2:] == [{"context": 32768, "num_draft_tokens": None, "nextn": 0, "warm": True}]
+
+
+def test_the_targets_own_block_drafts_in_the_graph_too(
+    gpu: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_ling(dtype=BF16, nextn=True)
+    draft = nextn_draft(target, 5)
+    assert choice.choose(target, draft, ENDS, ServeSettings(engine="graph")) is not None
+    assert gpu == [{"context": 512, "num_draft_tokens": 5, "nextn": 5, "warm": True}]
+    settings = TargetSettings(path=str(save_tiny_ling(tmp_path / "target")))
+    # the block and its cache leave fewer positions than a target alone would have
+    plan = MemoryPlan(target.config, None, 300, nextn=True)
+    monkeypatch.setattr(choice, "_free", lambda _: plan.total)
+    decided = choice.foresee(settings, "nextn:5", ServeSettings())
+    assert decided.context == plan.most(plan.total) >= 300
+    alone = choice.foresee(settings, None, ServeSettings()).context
+    assert alone is not None
+    assert decided.context < alone
+    with pytest.raises(ConfigError, match=r"num_draft_tokens must lie in 1\.\.5 .* got 9"):
+        choice.foresee(settings, "nextn:5", ServeSettings(num_draft_tokens=9))
+    without = save_tiny_ling(tmp_path / "without", num_nextn_predict_layers=0)
+    with pytest.raises(ConfigError, match="the target has no NEXTN block"):
+        choice.foresee(TargetSettings(path=str(without)), "nextn:5", ServeSettings())
 
 
 def test_models_that_differ_or_end_in_too_many_ways_are_for_the_reference(

@@ -61,7 +61,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_eval_hands_on_every_option(
     stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate = stub("bench.evaluate.evaluate", report())
+    evaluate = stub("bench.evaluate.evaluate_all", {"d": report()})
     stub("bench.prompt_sets.read_sets", {"set": ["a prompt"]})
     shown = stub("bench.report.print_evaluation")
     stub("export.load.load_draft", "DRAFT")
@@ -74,19 +74,35 @@ def test_eval_hands_on_every_option(
              "--confidence-threshold", "0.25", "eval.temperature=0.7", "eval.seed=9")  # fmt: skip
     assert run(monkeypatch, *words) == 0
     assert capsys.readouterr().out == ""
-    target, draft, tokenizer, sets, settings = evaluate.args
-    assert (target.name, draft, tokenizer) == ("TARGET", "DRAFT", "TOKENIZER")
+    target, drafts, tokenizer, sets, settings = evaluate.args
+    assert (target.name, drafts, tokenizer) == ("TARGET", {"d": "DRAFT"}, "TOKENIZER")
     assert sets == {"set": ["a prompt"]}
     assert (settings.limit, settings.max_new_tokens, settings.prompts) == (3, 7, ("p",))
     assert (settings.temperature, settings.top_p, settings.seed) == (0.0, 0.5, 0)
     assert evaluate.options == {"num_draft_tokens": 2, "confidence_threshold": 0.25}
     assert (load.args[0].path, load.args[0].dtype) == ("t", "float32")
+    assert load.options == {"nextn": False}
     assert warned.args == ("d", "TOKENIZER")
     assert shown.args == ({"a": 1},)
     assert run(monkeypatch, *words, "--json") == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (said["target"], said["draft"], said["a"]) == ("TARGET", "d", 1)
     assert said["environment"]["torch_threads"] > 0
+
+    # several drafts of one run, the target's own block among them
+    evaluate.answer = {"nextn:3": report(), "d": report()}
+    compared = stub("bench.report.print_comparison")
+    block = stub("decoding.nextn_draft", "BLOCK")
+    both = ("eval", "--target", "t", "--prompts", "p", "--draft", "nextn:3", "--draft", "d")
+    assert run(monkeypatch, *both, "--json") == 0
+    assert evaluate.args[1] == {"nextn:3": "BLOCK", "d": "DRAFT"}
+    assert (load.options, block.args[1]) == ({"nextn": True}, 3)
+    assert warned.args == ("d", "TOKENIZER")
+    assert compared.args == ({"nextn:3": {"a": 1}, "d": {"a": 1}},)
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["drafts"] == {"nextn:3": {"a": 1}, "d": {"a": 1}}
+    assert run(monkeypatch, *both, "--draft", "d") == 2
+    assert "given twice for one draft: nextn:3, d, d" in capsys.readouterr().err
 
 
 def test_export_hands_on_every_option(
@@ -189,6 +205,9 @@ def test_serve_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch)
     assert serve.options == {"host": "h", "port": 0, "model_name": "m", "api_key": "k"}
     assert run(monkeypatch, "serve", "--target", "smollm2-135m") == 0
     assert serve.args[0].args[1] is None
+    assert run(monkeypatch, "serve", "--target", "smollm2-135m", "--draft", "nextn:4") == 0
+    assert serve.args[0].args[1] == "nextn:4"
+    assert run(monkeypatch, "serve", "--target", "smollm2-135m", "--draft", "nextn:x") == 2
 
 
 def test_sampling_tells_where_every_row_is(

@@ -15,7 +15,7 @@ from dspark.decoding import (
     replay,
     stream,
 )
-from dspark.decoding.reference_step import Proposer
+from dspark.decoding.proposer import BlockProposer
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.target import Target
@@ -295,11 +295,11 @@ def test_a_replay_ends_at_a_stop_token_that_was_proposed(
     """A random draft hardly ever proposes the stop token itself; this one is always right."""
     plain = oracle(monkeypatch, target, right=4)
 
-    def right(self: Proposer, anchor: torch.Tensor, most: int) -> torch.Tensor:
+    def right(self: BlockProposer, anchor: torch.Tensor, most: int) -> torch.Tensor:
         begin = self._context.length - len(PROMPT) + 1
         return torch.tensor(plain[begin : begin + most], dtype=torch.int64)
 
-    monkeypatch.setattr(Proposer, "propose", right)
+    monkeypatch.setattr(BlockProposer, "propose", right)
     draft = tiny_draft(target)
     inside = 0
     for stop in dict.fromkeys(plain[2:12]):

@@ -9,13 +9,29 @@ import torch
 
 from dspark.acceptance import AcceptStats
 from dspark.bench import evaluate as module
-from dspark.bench.evaluate import Prompt, PromptRun, bootstrap_interval, evaluate, figures, tpot_ms
+from dspark.bench.evaluate import (
+    Prompt,
+    PromptRun,
+    bootstrap_interval,
+    evaluate,
+    evaluate_all,
+    figures,
+    tpot_ms,
+)
 from dspark.config import EvalSettings
 from dspark.corpus.chat import generation_prompt_ids
-from dspark.decoding import Completion, DecodeParams, ReferenceStep, decode
+from dspark.decoding import (
+    Completion,
+    DecodeParams,
+    Draft,
+    ReferenceStep,
+    SamplingParams,
+    decode,
+    nextn_draft,
+)
 from dspark.errors import ConfigError, DataError
 from dspark.target import Target
-from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
+from dspark.testing import tiny_draft, tiny_ling, tiny_target, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -242,6 +258,38 @@ def test_draft_and_plain_take_turns_at_going_first(
     sets = {"s": ["a", "b", "c"]}
     evaluate(target, tiny_draft(target), TOKENIZER, sets, settings, other_mode_prompts=0)
     assert order[2:] == [True, False, False, True, True, False]
+
+
+def test_drafts_of_one_run_take_turns_over_the_same_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The target's own NEXTN block, a DSpark draft and plain decoding."""
+    ling = tiny_ling(nextn=True)
+    drafts: dict[str, Draft] = {"block": nextn_draft(ling, 3), "model": tiny_draft(ling)}
+    order: list[str | None] = []
+
+    def spy(t: Target, draft: Draft | None, prompt: list[int], params: DecodeParams) -> Completion:
+        order.append(next((name for name, one in drafts.items() if one is draft), None))
+        return decode(t, draft, prompt, params)
+
+    monkeypatch.setattr(module, "decode", spy)
+    settings = EvalSettings(max_new_tokens=6, temperature=2.0)
+    sets = {"s": ["a", "b"], "t": ["c"]}
+    both = evaluate_all(ling, drafts, TOKENIZER, sets, settings, other_mode_prompts=1)
+    assert order[3:] == ["block", "model", None, "model", None, "block", None, "block", "model"]
+    monkeypatch.undo()
+    for name, draft in drafts.items():
+        alone = decode(ling, draft, ids("b"), DecodeParams(6, SamplingParams(2.0, seed=1)))
+        run = both[name].runs["s"][1]
+        assert run.lossless
+        assert (run.drafted.token_ids, run.drafted.stats) == (alone.token_ids, alone.stats)
+        assert both[name].summary()["lossless"]
+    settled = [both[name].settings["num_draft_tokens"] for name in drafts]
+    assert settled == [3, 4]
+    # the plain decode that both are held against is one
+    runs = [both[name].runs["t"][0] for name in drafts]
+    assert runs[0].plain_timed is runs[1].plain_timed
+    assert runs[0].drafted.stats.accepted > 0
 
 
 def test_prompts_that_cannot_be_decoded_are_counted(target: Target) -> None:

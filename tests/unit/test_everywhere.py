@@ -7,7 +7,7 @@ import torch
 
 from dspark.decoding import DecodeParams, SamplingParams, draft_limit, replay
 from dspark.decoding.everywhere import Known, Proposed, propose_everywhere, rounds
-from dspark.decoding.reference_step import Proposer
+from dspark.decoding.proposer import BlockProposer
 from dspark.draft import DSparkDraftModel
 from dspark.target import Target
 from dspark.testing import tiny_draft, tiny_target
@@ -27,7 +27,7 @@ def followed(
     right = 0
     while len(tokens) < count:
         ids = torch.tensor([prompt + tokens[:-1]])
-        proposer = Proposer(draft, sampling)
+        proposer = BlockProposer(draft, sampling)
         proposer.extend(target.features(ids, draft.layer_ids).taps[0])
         proposals = proposer.propose(torch.tensor(tokens[-1]), draft.block_size).tolist()
         other = int(torch.randint(200, (), generator=generator))

@@ -96,10 +96,12 @@ def test_commits_are_the_steps_records(ends: Done, reason: str) -> None:
     assert [one.step_s for one in commits[2:]] == pytest.approx([1e-3, 1e-3])
 
 
-def test_logprobs_are_refused_before_anything_begins() -> None:
+def test_what_it_cannot_do_is_refused_before_anything_begins() -> None:
     step = ScriptedStep([10], [11])
     with pytest.raises(ConfigError, match="no logprobs"):
         play(step, top_logprobs=0)
+    with pytest.raises(ConfigError, match="no rejection sampling"):
+        play(step, rejection=True)
     assert step.log == []
 
 

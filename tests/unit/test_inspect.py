@@ -172,7 +172,7 @@ def test_what_is_no_model_is_said_shortly(
         (["inspect", str(FLASH), "--draft", str(DRAFT)], "is for the memory plan; give --plan too"),
         (
             ["inspect", str(FLASH), "--plan", "--draft", "nextn:99"],
-            "draft must be a config.json or nextn:N with N in 1..15, got 'nextn:99'",
+            "nextn:N with N in 1..15, got 'nextn:99'",
         ),
         (["inspect", str(FLASH), "--plan", "--context", "1"], "context must lie in 2..262144"),
         (["inspect", str(FLASH), "--plan", "--draft", "none"], "(none: leave it out), got 'none'"),

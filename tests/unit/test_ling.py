@@ -206,8 +206,9 @@ class Scripted:
     def __init__(self, output: list[int], prompt: int, wrong_at: int | None) -> None:
         self.output, self.prompt, self.wrong_at = output, prompt, wrong_at
         self.read = 0
+        self.proposal_p: list[Tensor] | None = None
 
-    def extend(self, taps: Tensor) -> None:
+    def extend(self, taps: Tensor, next_ids: Tensor) -> None:
         self.read += len(taps)
 
     def propose(self, anchor: Tensor, most: int) -> Tensor:
@@ -228,7 +229,7 @@ def test_a_rejection_at_any_slot_leaves_no_trace(variant: str, wrong_at: int | N
     plain = decode(target, None, prompt, DecodeParams(60, sampling, ignore_eos=True)).token_ids
     draft = tiny_draft(target, block_size=8)
     step = ReferenceStep(target, draft, sampling)
-    step._proposer = Scripted(plain, len(prompt), wrong_at)  # type: ignore[assignment]
+    step._proposer = Scripted(plain, len(prompt), wrong_at)
     tokens = [step.prefill(torch.tensor(prompt))]
     while len(tokens) < 40:
         result = step.step()

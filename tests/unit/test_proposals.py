@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dspark.decoding import DecodeParams, ReferenceStep, SamplingParams, decode
+from dspark.decoding.proposer import BlockProposer
 from dspark.decoding.sampling import pick
 from dspark.draft import DSparkDraftModel
 from dspark.target import Target
@@ -118,8 +119,8 @@ def test_after_any_round_the_draft_reads_the_context_of_a_fresh_start(
     assert out == known[: 1 + 3 * (right + 1)]
     fresh = ReferenceStep(target, draft, SamplingParams())
     assert fresh.prefill(torch.cat([PROMPT, torch.tensor(out[:-1])])) == out[-1]
-    assert step._proposer is not None
-    assert fresh._proposer is not None
+    assert isinstance(step._proposer, BlockProposer)
+    assert isinstance(fresh._proposer, BlockProposer)
     mine, theirs = step._proposer._context, fresh._proposer._context
     assert mine.length == theirs.length == step.position
     for layer in range(len(draft.layers)):

@@ -4,7 +4,7 @@ import io
 import json
 from typing import Any
 
-from dspark.bench.report import environment, print_evaluation, print_table
+from dspark.bench.report import environment, print_comparison, print_evaluation, print_table
 
 
 def figures(**changes: Any) -> dict[str, Any]:
@@ -77,3 +77,23 @@ def test_an_evaluation_shows_each_set_the_pooled_line_and_the_law() -> None:
     assert "greedy: identical output with and without the draft over 2 prompts, 40 tokens" in text
     assert "sampled: OUTPUT DIFFERS in 1 of 2 prompts" in text
     assert "prompt 3, new token 5: 7 with the draft, 9 without" in text
+
+
+def test_a_comparison_shows_every_draft_beside_the_plain_loop() -> None:
+    out = io.StringIO()
+    slow = report(greedy=comparison(equal=False))
+    slow["sets"]["gsm8k"] = figures(accept_length=1.25, tpot_ms=20.0, speedup=0.75)
+    print_comparison({"fast": report(greedy=comparison()), "slow": slow}, file=out)
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in out.getvalue().splitlines()
+        if line.startswith("│")
+    ]
+    assert rows[:3] == [
+        ["gsm8k", "fast", "2", "40", "1.900", "1.500..2.250", "0.950", "10.000", "1.500", "yes"],
+        ["gsm8k", "slow", "2", "40", "1.250", "1.500..2.250", "0.950", "20.000", "0.750", "yes"],
+        ["gsm8k", "plain", "2", "40", "1.000", "-", "0.000", "15.000", "1.000", "-"],
+    ]
+    assert [row[0] for row in rows] == ["gsm8k"] * 3 + ["empty"] * 3 + ["all, pooled"] * 3
+    assert "fast, greedy: identical output" in out.getvalue()
+    assert "slow, greedy: nothing was compared" in out.getvalue()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dspark.decoding import DecodeParams, SamplingParams, draft_limit
 from dspark.decoding.loop import stop_ids
-from dspark.decoding.reference_step import MAX_PROPOSALS
+from dspark.decoding.proposer import MAX_PROPOSALS
 from dspark.decoding.sampling import pick
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
