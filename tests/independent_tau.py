@@ -53,8 +53,8 @@ def propose(ids: Tensor, target: Any, c: dict[str, Any], w: dict[str, Tensor]) -
         h = h + (F.silu(gate) * up) @ w[f"{name}mlp.down_proj.weight"].T
     tokens = [int(ids[-1])]
     for logits in norm(h, "") @ head.T:
-        # the head only reorders the best 64: the one thing here that is not in the paper
-        best = logits.topk(min(64, len(logits))).indices
+        # the head only reorders the best 256: the one thing here that is not in the paper
+        best = logits.topk(min(256, len(logits))).indices
         bias = w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][tokens[-1]]
         tokens.append(int(best[(logits + bias)[best].argmax()]))
     return tokens[1:]
