@@ -169,6 +169,7 @@ def _eval(
     from dspark.corpus.chat import check_template
     from dspark.export.load import load_draft
     from dspark.export.template import warn_of_another
+    from dspark.export.tensors import weights_sha256
     from dspark.target import load, load_tokenizer
 
     settings = read_config(
@@ -198,7 +199,9 @@ def _eval(
         confidence_threshold=confidence_threshold,
     ).summary()
     print_evaluation(report)
-    finish({"target": loaded.name, "draft": draft, **report, "environment": environment()}, as_json)
+    if as_json:
+        which = {"target": loaded.name, "draft": draft, "draft_sha256": weights_sha256(Path(draft))}
+        finish({**which, **report, "environment": environment()}, as_json)
 
 
 def register(app: typer.Typer) -> None:
