@@ -15,6 +15,7 @@ __all__ = [
     "ConfigError",
     "DSparkError",
     "DataError",
+    "HubError",
     "MissingPackageError",
     "RunError",
     "TargetError",
@@ -44,6 +45,10 @@ class TargetError(DSparkError):
 
 class CheckpointError(DSparkError):
     """A draft or training checkpoint is missing, incomplete or does not fit."""
+
+
+class HubError(DSparkError):
+    """A hub refuses what was asked of it, or cannot be reached."""
 
 
 class MissingPackageError(DSparkError):

@@ -177,6 +177,7 @@ def _eval(
     from dspark.errors import ConfigError
     from dspark.export.load import load_draft
     from dspark.export.template import warn_of_another
+    from dspark.export.tensors import weights_sha256
     from dspark.target import load, load_tokenizer
 
     settings = read_config(
@@ -215,11 +216,14 @@ def _eval(
     found = {name: report.summary() for name, report in reports.items()}
     if len(found) == 1:
         print_evaluation(found[draft[0]])
-        shown = {"draft": draft[0], **found[draft[0]]}
     else:
         print_comparison(found)
-        shown = {"drafts": found}
-    finish({"target": loaded.name, **shown, "environment": environment()}, as_json)
+    if as_json:
+        for name in draft:
+            if nextn_proposals(name) is None:
+                found[name] = {"draft_sha256": weights_sha256(Path(name)), **found[name]}
+        shown = {"draft": draft[0], **found[draft[0]]} if len(found) == 1 else {"drafts": found}
+        finish({"target": loaded.name, **shown, "environment": environment()}, as_json)
 
 
 def register(app: typer.Typer) -> None:

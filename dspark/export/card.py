@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.decoding import draft_limit
-from dspark.export.layouts import Format
+from dspark.target.catalog import hub_id
 
 __all__ = ["CardFacts", "SetResult", "render"]
 
@@ -22,6 +22,8 @@ class SetResult:
     rounds: int
     interval: tuple[float, float] | None = None
     """95% bootstrap interval of ``accept_length`` over prompts."""
+    sampling: str = ""
+    """At which the target was sampled; empty where ``CardFacts.measured`` tells it of all sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,8 @@ The draft shares the target's embedding and output head{tables}.
 It is of no use without this target.
 
 ```
-dspark serve --target {target} --draft {path}
-dspark eval --target {target} --draft {path} --prompts prompts.jsonl
+{fetch}dspark serve --target {target} --draft {place}
+dspark eval --target {target} --draft {place} --prompts prompts.jsonl
 ```
 
 {sglang}
@@ -81,7 +83,7 @@ SGLang (a given `--speculative-num-draft-tokens` must be {window}):
 """
 _NOT_SGLANG = """\
 The files are in the layout of speculators, which SGLang does not read:
-`dspark convert {path} OUT --to sglang` writes the one it reads.
+`dspark convert {place} OUT --to sglang` writes the one it reads.
 """
 
 
@@ -89,42 +91,40 @@ def render(
     facts: CardFacts,
     *,
     config: Mapping[str, Any],
-    target: Mapping[str, Any],
-    num_parameters: int,
-    format: Format,
+    record: Mapping[str, Any],
     tables: bool,
-    check: Mapping[str, Any] | None,
-    calibration: Mapping[str, Any] | None = None,
     path: str,
+    repo_id: str | None = None,
 ) -> str:
     """The card as Markdown with the hub's front matter.
 
     Args:
         config: what is written as config.json.
-        target: `name`, `revision`, `fingerprint` of the target.
-        num_parameters: trained parameters, the target's tables not counted.
-        format: the layout of the files.
+        record: what is written as provenance.json.
         tables: copies of the target's tables are in the file.
-        check: result of the export check; None when it was not run.
-        calibration: `calibrate.Fitted.report`; None when nothing was fitted in this export.
         path: how commands on the card name this directory.
+        repo_id: where it can be fetched from, and how engines then name it.
     """
+    target = record["target"]
     name = str(target["name"])
+    served = repo_id or path
     block = int(config["block_size"])
     proposed = draft_limit(block, None)
     title = facts.title or f"DSpark draft for {name}, block {block}"
     parts = [
-        _front_matter(facts, name),
+        _front_matter(facts, hub_id(name)),
         f"# {title}",
-        _identity(config, target, num_parameters),
+        _identity(config, target, record["num_parameters"]),
         *(f"**{note}**" for note in facts.notes),
         "## Use",
         _USE.format(
             target=name,
-            path=path,
+            place=path,
+            fetch=f"hf download {repo_id} --local-dir {path}\n" if repo_id else "",
+            path=served,
             k=block,
-            sglang=(_NOT_SGLANG if format == "vllm" else _SGLANG)
-            .format(path=path, window=block + 1)
+            sglang=(_NOT_SGLANG if record["format"] == "vllm" else _SGLANG)
+            .format(place=path, path=served, window=block + 1)
             .strip(),
             tables=" (copies are in the file)" if tables else " (not in the file)",
             vllm_limit=""
@@ -139,10 +139,13 @@ def render(
             more="" if proposed == block else "; `--num-draft-tokens` changes that",
         ),
         _results(facts),
-        _check(check),
-        _calibration(calibration),
+        _check(record.get("check"), record.get("checked_as")),
+        _calibration(record.get("calibration")),
         "## Training",
         _training(facts),
+        _data(record),
+        "## Provenance",
+        _provenance(record),
         "## Licence",
         f"{facts.licence}" if facts.licence else "No licence was stated when this was exported.",
     ]
@@ -158,10 +161,11 @@ def _front_matter(facts: CardFacts, target: str) -> str:
 
 
 def _identity(config: Mapping[str, Any], target: Mapping[str, Any], num_parameters: int) -> str:
+    name = target["name"]
     rows = {
-        "target": target["name"],
+        "target": name if hub_id(name) == name else f"{name} ({hub_id(name)})",
         "target revision": target.get("revision") or "not pinned",
-        "target fingerprint": target["fingerprint"],
+        "target fingerprint": target.get("fingerprint") or "not known",
         "trained parameters": f"{num_parameters:,}",
         "layers": config["num_hidden_layers"],
         "block size": config["block_size"],
@@ -189,11 +193,14 @@ def _results(facts: CardFacts) -> str:
     if not facts.results:
         return "No prompt set was measured for this card."
     rows = []
+    sampled = any(one.sampling for one in facts.results)
     for one in facts.results:
         low_high = f"{one.interval[0]:.3f} to {one.interval[1]:.3f}" if one.interval else "-"
         figures = (f"{one.accept_length:.3f}", low_high, f"{one.accepted_drafts:.3f}")
-        rows.append((one.name, *figures, one.num_prompts, one.rounds))
-    head = ("set", "accept_length", "95% interval", "accepted_drafts", "prompts", "rounds")
+        first = (one.name, one.sampling or "-") if sampled else (one.name,)
+        rows.append((*first, *figures, one.num_prompts, one.rounds))
+    first = ("set", "sampling") if sampled else ("set",)
+    head = (*first, "accept_length", "95% interval", "accepted_drafts", "prompts", "rounds")
     return _table(head, rows) + "\n\n" + _facts(facts.measured, "How this was measured")
 
 
@@ -211,11 +218,12 @@ def _flat(value: Any) -> str:
     return str(value)
 
 
-def _check(check: Mapping[str, Any] | None) -> str:
+def _check(check: Mapping[str, Any] | None, checked_as: str | None) -> str:
     if check is None:
         return "The export check was not run."
+    of = f" (of the {checked_as} layout, before the conversion to this one)" if checked_as else ""
     return (
-        f"Export check: reloaded in a clean process, {check['num_prompts']} prompts, greedy, "
+        f"Export check{of}: reloaded in a clean process, {check['num_prompts']} prompts, greedy, "
         f"{check['max_new_tokens']} new tokens at most: accept_length {check['accept_length']:.3f} "
         f"over {check['rounds']} rounds, against {check['expected']:.3f} "
         f"({check['expected_from']})."
@@ -252,3 +260,51 @@ def _training(facts: CardFacts) -> str:
         parts.append("Responses of the target were sampled with:\n\n" + _table(keys, rows))
     text = "\n\n".join(part for part in parts if part)
     return text or "`provenance.json` holds what is known."
+
+
+def _data(record: Mapping[str, Any]) -> str:
+    """Where the training rows came from, as far as the run's settings and checkpoint tell."""
+    config, told = record.get("config") or {}, (record.get("training") or {}).get("data") or {}
+    sample, data = config.get("sample") or {}, config.get("data") or {}
+    facts = {
+        "prompts": sample.get("prompts"),
+        "responses": data.get("responses"),
+        "feature shards": data.get("shards"),
+        "rows": told.get("rows"),
+        "most new tokens of a response": sample.get("max_new_tokens"),
+        "most tokens of a row": data.get("max_length"),
+    }
+    return _facts({key: value for key, value in facts.items() if value}, "Training data")
+
+
+def _provenance(record: Mapping[str, Any]) -> str:
+    """Versions and commands of the training, where it is known, and of the export."""
+    stages = {"training": record.get("training") or {}, "export": record}
+    known = {name: one for name, one in stages.items() if one.get("dspark")}
+    rows: dict[str, list[Any]] = {
+        "time": [one.get("time") for one in known.values()],
+        "dspark": [one.get("dspark") for one in known.values()],
+        "commit": [_commit(one) for one in known.values()],
+        "python": [one.get("python") for one in known.values()],
+    }
+    packages = dict.fromkeys(key for one in known.values() for key in one.get("packages") or {})
+    for key in packages:
+        rows[key] = [(one.get("packages") or {}).get(key) for one in known.values()]
+    table = _table(("", *known), [(key, *(v or "-" for v in row)) for key, row in rows.items()])
+    commands = {
+        name: f"`{' '.join(one['command'])}`" for name, one in known.items() if one.get("command")
+    }
+    facts = {
+        "checkpoint": record.get("source"),
+        "converted from": record.get("converted_from"),
+        "chat template (sha256)": record.get("template_sha256"),
+    }
+    given = {key: value for key, value in facts.items() if value}
+    return "\n\n".join(filter(None, [table, _facts(commands, "Commands"), _facts(given, "Files")]))
+
+
+def _commit(one: Mapping[str, Any]) -> str:
+    commit = one.get("git_commit")
+    return (
+        f"{commit[:12]}{' and changes' if one.get('git_dirty') else ''}" if commit else "not known"
+    )

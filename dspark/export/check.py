@@ -39,6 +39,7 @@ __all__ = [
     "check_in_clean_process",
     "main",
     "measure",
+    "read_probe",
     "save_probe",
 ]
 

@@ -7,12 +7,15 @@ either place, and the layout of speculators. No key that shapes the network has 
 wrong guess loads without a word and drafts nothing that is ever accepted.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.draft import DSparkConfig
 from dspark.errors import CheckpointError, ConfigError
@@ -56,6 +59,7 @@ _INTEGERS = frozenset(LAYER_KEYS) - {"hidden_act", "rms_norm_eps"} | {
     "num_target_layers",
     "markov_rank",
 }
+_MAY_BE_ZERO = ("mask_token_id", "markov_rank")
 
 
 def read_json(directory: Path) -> dict[str, Any]:
@@ -117,6 +121,13 @@ def from_json(
     for key in sorted(_INTEGERS):
         if type(flat[key]) is not int:
             raise CheckpointError(f"{where}: {key} must be an integer, got {flat[key]!r}")
+        if flat[key] < 1 and key not in _MAY_BE_ZERO:
+            raise CheckpointError(f"{where}: {key} must be >= 1, got {flat[key]}")
+    eps, act = flat["rms_norm_eps"], flat["hidden_act"]
+    if isinstance(eps, float) and not 0 < eps < math.inf:
+        raise CheckpointError(f"{where}: rms_norm_eps must be finite and above 0, got {eps}")
+    if isinstance(act, str) and act not in ACT2FN:
+        raise CheckpointError(f"{where}: hidden_act {act!r} is no activation of transformers")
     check_meaning(flat, where)
     keys = (*DRAFT_KEYS, *LAYER_KEYS, *_OPTIONAL_KEYS)
     known: dict[str, Any] = {key: flat[key] for key in keys if flat.get(key) is not None}
@@ -140,7 +151,9 @@ def _rope(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
         {("rope_type" if k == "type" else k): v for k, v in dict(one).items()}
         for one in (new or old, old)
     )
-    rope.setdefault("rope_type", "default")
+    kind = rope.setdefault("rope_type", "default")
+    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise CheckpointError(f"{where}: rope_type {kind!r} is no rotary embedding of transformers")
     for key, value in scaling.items():
         if rope.get(key, value) != value:
             raise CheckpointError(

@@ -5,8 +5,10 @@ written anew, and the target's two tables are added or left out where that was a
 """
 
 import logging
+import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dspark import provenance
 from dspark.draft import DSparkConfig
 from dspark.errors import CheckpointError, ConfigError
 from dspark.export.card import CardFacts, SetResult, render
+from dspark.export.check import PROBE_NAME, read_probe, save_probe
 from dspark.export.config_json import LING, family_of, family_of_target, read_json, to_json
 from dspark.export.layouts import LAYOUTS, Format, Origin, unreadable, write_config
 from dspark.export.load import check_fit, fitting_model, read_config, read_weights
@@ -23,14 +26,19 @@ from dspark.export.place import PROVENANCE_NAME, check_place, filling
 from dspark.export.speculators import is_speculators, verifier_of
 from dspark.export.tensors import FROZEN, INDEX_NAME, WEIGHTS_NAME
 from dspark.target import Target
+from dspark.target.catalog import hub_id
 
 __all__ = ["convert_draft"]
 
 log = logging.getLogger(__name__)
 
 _CARRIED = (".jinja", ".json", ".md", ".model", ".txt")
-"""Tokenizer, card, licence, check: not what a trainer keeps to go on, nor code to be run."""
-_WRITTEN = ("config.json", INDEX_NAME, PROVENANCE_NAME)
+"""Tokenizer, licence: not what a trainer keeps to go on, nor code to be run."""
+_CARD = "README.md"
+_WRITTEN = ("config.json", INDEX_NAME, PROVENANCE_NAME, PROBE_NAME, _CARD)
+_NOTE = "> Converted by dspark to the layout"
+_NOTE_AT = re.compile(r"\A(?P<head>---\n.*?^---\n)?(?:\s*" + _NOTE + r"[^\n]*\n)?\n*", re.S | re.M)
+_BEFORE = ", before a conversion"
 
 
 def convert_draft(
@@ -63,11 +71,12 @@ def convert_draft(
     if target is not None:
         check_fit(config, target, str(source))
     weights = read_weights(source)
-    fitting_model(config, weights, str(source))
+    draft = fitting_model(config, weights, str(source))
     if reason := unreadable(config, format):
         log.warning("the layout is written, but %s", reason)
     weights = _with_tables(weights, format, load_target, slim)
     record = _record(source, target)
+    record.setdefault("num_parameters", sum(one.numel() for _, one in draft.trainable()))
     origin = _origin(read_json(source), record, target, weights)
     if format == "vllm" and origin.verifier is None:
         log.warning("the name of the target is not known (--target): whoever serves must tell it")
@@ -77,10 +86,14 @@ def convert_draft(
                 shutil.copyfile(path, aside / path.name)
         provenance.save_tensors(weights, aside / WEIGHTS_NAME)
         provenance.write_json(aside / "config.json", write_config(config, format, origin))
-        record |= {"format": format, "converted_from": str(source.resolve())}
+        if record.get("check"):
+            record.setdefault("checked_as", record["format"])
+        record |= {"format": format, "converted_from": source.resolve().name}
         if record.get("card"):
-            card = _card(record, config, format, weights, place)
-            provenance.write_text(aside / "README.md", card)
+            provenance.write_text(aside / _CARD, _card(record, config, weights, place))
+        elif (source / _CARD).is_file():
+            provenance.write_text(aside / _CARD, _noted(source / _CARD, format))
+        _hand_on_probe(source, aside)
         record["files"] = sorted([*(path.name for path in aside.iterdir()), PROVENANCE_NAME])
         provenance.write_json(aside / PROVENANCE_NAME, record)
     return record
@@ -148,16 +161,37 @@ def _origin(
         record["target"] = {"name": name, "architecture": next(iter(architectures), "")}
     return Origin(
         family=family,
-        verifier=name,
+        verifier=hub_id(name) if name else None,
         verifier_architectures=[one for one in architectures if one],
         dtype=str(weights["fc.weight"].dtype).removeprefix("torch."),
     )
 
 
+def _noted(card: Path, format: Format) -> str:
+    """A card that nothing here can write anew, as one of another draft's."""
+    note = (
+        f"{_NOTE} {format}. This is the card of the draft that it was made of, commands included."
+    )
+    text = card.read_text(encoding="utf-8", errors="replace")
+    return _NOTE_AT.sub(lambda at: f"{at['head'] or ''}\n{note}\n\n", text, count=1).lstrip("\n")
+
+
+def _hand_on_probe(source: Path, aside: Path) -> None:
+    """What the same weights must meet again; another file of that name is no check."""
+    if not (source / PROBE_NAME).exists():
+        return
+    try:
+        probe = read_probe(source)
+    except CheckpointError as error:
+        log.warning("%s is left out: %s", PROBE_NAME, error)
+        return
+    origin = probe.expected_from.removesuffix(_BEFORE) + _BEFORE
+    save_probe(aside, replace(probe, expected_from=origin))
+
+
 def _card(
     record: Mapping[str, Any],
     config: DSparkConfig,
-    format: Format,
     weights: Mapping[str, Tensor],
     place: Path,
 ) -> str:
@@ -167,11 +201,7 @@ def _card(
     return render(
         facts,
         config=to_json(config, architecture=""),
-        target=record["target"],
-        num_parameters=record["num_parameters"],
-        format=format,
+        record=record,
         tables=all(name in weights for name in FROZEN),
-        check=record.get("check"),
-        calibration=record.get("calibration"),
         path=place.name,
     )

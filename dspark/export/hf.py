@@ -36,6 +36,7 @@ from dspark.export.source import Source, Weights, read_source
 from dspark.export.template import template_sha256
 from dspark.export.tensors import FROZEN, WEIGHTS_NAME
 from dspark.target import Target
+from dspark.target.catalog import hub_id
 
 __all__ = ["export_draft"]
 
@@ -160,7 +161,7 @@ def _write(
 def _write_config(shape: DSparkConfig, aside: Path, target: Target, format: Format) -> None:
     origin = Origin(
         family=family_of_target([target.architecture]),
-        verifier=target.name,
+        verifier=hub_id(target.name),
         verifier_architectures=[target.architecture] if target.architecture else [],
     )
     provenance.write_json(aside / "config.json", write_config(shape, format, origin))
@@ -212,12 +213,8 @@ def _finish(
     card = render(
         told,
         config=to_json(shape, architecture=""),
-        target=record["target"],
-        num_parameters=record["num_parameters"],
-        format=record["format"],
+        record=record,
         tables=tables,
-        check=verdict,
-        calibration=record.get("calibration"),
         path=place.name,
     )
     provenance.write_text(aside / "README.md", card)

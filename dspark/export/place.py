@@ -24,7 +24,7 @@ def check_place(place: Path, source: Path | None, *, overwrite: bool) -> None:
     """
     if place.exists() and not place.is_dir():
         raise CheckpointError(f"{place} is a file; give a directory to export to")
-    here = place.resolve()
+    here = Path(os.path.realpath(place))
     held = [Path.cwd()] + ([source.resolve()] if source is not None else [])
     for path in held:
         # replacing it would remove what is read, or what the user stands in
@@ -60,6 +60,8 @@ def filling(place: Path) -> Iterator[Path]:
         ConfigError: it is no place that can be written.
         RunError: the disk refused.
     """
+    # the directory behind a symbolic link is replaced, and the link stays
+    place = Path(os.path.realpath(place))
     aside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:

@@ -78,14 +78,15 @@ def flatten(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: speculators_model_type is {kind!r}, not {_TYPE!r}")
     if not isinstance(raw.get(_LAYERS), Mapping):
         raise CheckpointError(f"{where} lacks {_LAYERS}, the shape of the layers")
-    block, proposed = raw.get("block_size"), _proposals(raw)
+    settings = _settings(raw, where)
+    block, proposed = raw.get("block_size"), _proposals(settings, where)
     if raw.get("sample_from_anchor") is None:
         raise CheckpointError(
             f"{where} lacks sample_from_anchor: with block_size {block} and speculative_tokens "
             f"{proposed} nothing else tells whether the anchor's slot predicts a token; add the "
             "value that it was trained with"
         )
-    if type(block) is int and type(proposed) is int and proposed > block:
+    if proposed is not None and type(block) is int and proposed > block:
         raise CheckpointError(
             f"{where}: speculative_tokens is {proposed}, but the block was trained with "
             f"{block} slots (block_size)"
@@ -107,12 +108,40 @@ def flatten(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return flat
 
 
-def _proposals(raw: Mapping[str, Any]) -> Any:
+def _settings(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """`speculators_config`, of the types that its readers and `verifier_of` expect."""
+    settings = raw.get("speculators_config") or {}
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"{where}: speculators_config must be an object, got {settings!r}")
+    if (kind := settings.get("algorithm", _TYPE)) != _TYPE:
+        raise CheckpointError(f"{where}: speculators_config.algorithm is {kind!r}, not {_TYPE!r}")
+    verifier = settings.get("verifier")
+    name, architectures = verifier_of(raw)
+    if not (
+        isinstance(verifier, Mapping | None)
+        and isinstance(name, str | None)
+        and isinstance(architectures, list)
+        and all(isinstance(one, str) for one in architectures)
+    ):
+        raise CheckpointError(
+            f"{where}: speculators_config.verifier must hold name_or_path, a string, and "
+            f"architectures, a list of strings, got {verifier!r}"
+        )
+    return settings
+
+
+def _proposals(settings: Mapping[str, Any], where: str) -> int | None:
     """`speculative_tokens` of the first proposal method, which is the one that engines take."""
-    settings = raw.get("speculators_config")
-    methods = settings.get("proposal_methods") if isinstance(settings, Mapping) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    return first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    methods = settings.get("proposal_methods") or [{}]
+    if not isinstance(methods, list) or not isinstance(methods[0], Mapping):
+        raise CheckpointError(
+            f"{where}: speculators_config.proposal_methods must be a list of objects, got "
+            f"{methods!r}"
+        )
+    told = methods[0].get("speculative_tokens")
+    if told is not None and (type(told) is not int or told < 1):
+        raise CheckpointError(f"{where}: speculative_tokens must be an integer >= 1, got {told!r}")
+    return told
 
 
 def verifier_of(raw: Mapping[str, Any]) -> tuple[str | None, list[str]]:
@@ -121,4 +150,4 @@ def verifier_of(raw: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     told = settings.get("verifier") if isinstance(settings, Mapping) else None
     if not isinstance(told, Mapping):
         return None, []
-    return told.get("name_or_path"), list(told.get("architectures") or ())
+    return told.get("name_or_path"), told.get("architectures") or []

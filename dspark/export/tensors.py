@@ -4,16 +4,26 @@ Names are those of `DSparkDraftModel`; files that put `model.` before them are r
 are SpecForge's first exports, whose Markov head was a logit head.
 """
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dspark.errors import CheckpointError
 from dspark.target.shards import INDEX_NAME, WEIGHTS_NAME, read_index
 
-__all__ = ["AVERAGE_NAME", "FROZEN", "INDEX_NAME", "WEIGHTS_NAME", "misfits", "read_tensors"]
+__all__ = [
+    "AVERAGE_NAME",
+    "FROZEN",
+    "INDEX_NAME",
+    "WEIGHTS_NAME",
+    "misfits",
+    "read_tensors",
+    "weights_sha256",
+]
 
 AVERAGE_NAME = "ema.safetensors"
 """In a training checkpoint: the average of the weights over the steps."""
@@ -47,6 +57,21 @@ def read_tensors(directory: Path, file: str | None = None) -> dict[str, Tensor]:
                 raise CheckpointError(f"{directory} holds the tensor '{plain}' twice")
             tensors[plain] = tensor
     return tensors
+
+
+def weights_sha256(directory: Path) -> str:
+    """Of the trained tensors as stored, which no conversion changes; the target's tables are not.
+
+    Raises:
+        CheckpointError: as `read_tensors`.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(read_tensors(directory).items()):
+        if name not in FROZEN:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            # numpy has no bfloat16
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _shards(directory: Path) -> list[Path]:

