@@ -219,10 +219,12 @@ def _eval(
     else:
         print_comparison(found)
     if as_json:
-        for name in draft:
-            if nextn_proposals(name) is None:
-                found[name] = {"draft_sha256": weights_sha256(Path(name)), **found[name]}
-        shown = {"draft": draft[0], **found[draft[0]]} if len(found) == 1 else {"drafts": found}
+        known = {
+            name: {} if nextn_proposals(name) else {"draft_sha256": weights_sha256(Path(name))}
+            for name in draft
+        }
+        full = {name: {**known[name], **one} for name, one in found.items()}
+        shown = {"draft": draft[0], **full[draft[0]]} if len(full) == 1 else {"drafts": full}
         finish({"target": loaded.name, **shown, "environment": environment()}, as_json)
 
 
