@@ -5,6 +5,7 @@ from dspark.decoding.calibration import Outcomes, fit_temperatures, measures
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
 from dspark.decoding.plain import decode_plain
+from dspark.decoding.prefix import PrefixCache, read_prompt
 from dspark.decoding.reference_step import ReferenceStep, StepResult, draft_limit
 from dspark.decoding.replay import replay
 from dspark.decoding.sampling import SamplingParams
@@ -16,6 +17,7 @@ __all__ = [
     "DecodeParams",
     "Logprob",
     "Outcomes",
+    "PrefixCache",
     "ReferenceStep",
     "SamplingParams",
     "StepResult",
@@ -25,6 +27,7 @@ __all__ = [
     "draft_limit",
     "fit_temperatures",
     "measures",
+    "read_prompt",
     "replay",
     "stream",
 ]

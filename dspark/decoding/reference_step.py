@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dspark.decoding.logprobs import Logprob, logprobs_of
+from dspark.decoding.prefix import PrefixCache, read_prompt
 from dspark.decoding.sampling import SamplingParams, pick, pick_candidate
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
@@ -82,6 +83,14 @@ class Proposer:
         """Append the taps [n, F*D] of tokens that the target has consumed and kept."""
         self.draft.extend(self._context, taps)
 
+    def written(self, start: int) -> dict[int, tuple[Tensor, ...]]:
+        """Views of what the context holds from position ``start`` on."""
+        return self._context.written(start)
+
+    def restore(self, written: dict[int, tuple[Tensor, ...]], rows: int) -> None:
+        """Append ``rows`` positions that `written` gave."""
+        self._context.restore(written, rows)
+
     @torch.no_grad()
     def propose(self, anchor: Tensor, most: int) -> Tensor:
         """Up to ``most`` proposals [n] behind ``anchor`` ([] int64), which follows the context."""
@@ -125,6 +134,7 @@ class ReferenceStep:
     """Decoding state of one sequence. Without a draft every round is one target step.
 
     ``top_logprobs``: keep `logprobs` of the tokens, with so many alternatives; None: don't.
+    ``prefixes``: prompts that this target and draft have read, and where this one's go.
 
     Raises:
         ConfigError: `draft_limit` refuses the settings.
@@ -139,11 +149,15 @@ class ReferenceStep:
         num_draft_tokens: int | None = None,
         confidence_threshold: float = 0.0,
         top_logprobs: int | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.target = target
         self.params = params
         self.logprobs: list[Logprob] | None = None
         """Of the tokens that `prefill` or `commit` added last."""
+        self.num_reused = 0
+        """Tokens of the prompt that were not read again."""
+        self._prefixes = prefixes
         self._top_logprobs = top_logprobs
         self._logits: Tensor | None = None
         self.limit = 0
@@ -161,13 +175,13 @@ class ReferenceStep:
 
     def prefill(self, prompt_ids: Tensor) -> int:
         """Consume the prompt [S]; the first token of the output, which is the first anchor."""
-        rows = self.target.prefill(self._cache, prompt_ids)
-        if self._proposer is not None:
-            self._proposer.extend(rows.taps)
+        logits, self.num_reused = read_prompt(
+            self.target, self._cache, prompt_ids, self._proposer, self._prefixes
+        )
         where = torch.tensor([self._cache.length], device=self.target.device)
-        self._anchor = pick(rows.logits, self.params, where)[0]
+        self._anchor = pick(logits, self.params, where)[0]
         if self._top_logprobs is not None:
-            self.logprobs = logprobs_of(rows.logits, [int(self._anchor)], self._top_logprobs)
+            self.logprobs = logprobs_of(logits, [int(self._anchor)], self._top_logprobs)
         return int(self._anchor)
 
     def step(self, max_tokens: int | None = None) -> StepResult:

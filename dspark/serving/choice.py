@@ -16,7 +16,7 @@ from dspark.decoding import draft_limit
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.load import TargetShape, check_fit, read_config
-from dspark.serving.engine import Decoder, proposals
+from dspark.serving.engine import Decoder, prefix_cache, proposals
 from dspark.serving.graph.weights import unsupported_shapes
 from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
 from dspark.serving.settings import ServeSettings
@@ -75,11 +75,12 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
         return settings
     assert config is not None
     free = _free(device)
-    context = settings.context or _default_context(MemoryPlan(config, shape, 2), free)
-    plan = MemoryPlan(config, shape, context)
+    kept = settings.prefix_cache_bytes
+    least = MemoryPlan(config, shape, 2, prefix_cache=kept)
+    plan = replace(least, context=settings.context or _default_context(least, free))
     Console(stderr=True).print(plan.table(free))
     plan.check(free)
-    return replace(settings, context=context)
+    return replace(settings, context=plan.context)
 
 
 def choose(
@@ -116,6 +117,7 @@ def choose(
         step = GraphStep(
             target, draft, context=context, num_draft_tokens=proposals(draft, settings) or None
         )
+        step.prefixes = prefix_cache(settings)
         step.warm_up()
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -123,7 +125,8 @@ def choose(
             "give a smaller --context"
         ) from error
     log.info("graph engine: %s on %s, context %d", target.name, target.device, context)
-    return Decoder("graph", GraphDecoder(step).stream, context, _MOST_STOPS)
+    decode = GraphDecoder(step).stream
+    return Decoder("graph", decode, context, _MOST_STOPS, prefixes=step.prefixes)
 
 
 def _obstacle(target: Target, draft: DSparkDraftModel | None, ends: Set[int]) -> str | None:

@@ -44,6 +44,7 @@ SCRIPTED = SimpleNamespace(
     eos_ids=frozenset(),
     device=torch.device("cpu"),
     dtype=torch.float32,
+    prefill_rows=512,
     model=None,
 )
 

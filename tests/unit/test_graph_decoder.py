@@ -22,6 +22,7 @@ class ScriptedStep:
 
     device = torch.device("cpu")
     context = 64
+    num_reused = 0
 
     def __init__(self, *script: Sequence[int], ends: Done = Done.LENGTH) -> None:
         self.target: Any = SimpleNamespace(max_position_embeddings=512, eos_ids=frozenset({EOS}))
