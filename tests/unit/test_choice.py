@@ -199,7 +199,8 @@ def test_a_plan_is_printed_and_checked_before_loading(
     assert "context 512, 1 of 1 ranks" in said
     assert "packed draft weights" in said
     # less memory, fewer positions; less still, none
-    plan = MemoryPlan(target.config, draft.config, 300)
+    kept = ServeSettings().prefix_cache_bytes
+    plan = MemoryPlan(target.config, draft.config, 300, prefix_cache=kept)
     monkeypatch.setattr(choice, "_free", lambda _: plan.total)
     decided = choice.foresee(settings, str(tmp_path / "draft"), ServeSettings())
     assert decided.context == plan.most(plan.total) >= 300
