@@ -130,8 +130,8 @@ def read_prompt(
         if context is not None:
             context.extend(taps)
         start = cache.length - size
-        # not behind a piece that was cut short or found no room
-        if prefixes is not None and len(taps) == size and start == len(path) * size:
+        # no piece that was cut short, and none behind one that found no room
+        if prefixes is not None and start == len(path) * size:
             parts: tuple[_Written, ...] = (cache.written(start),)
             if context is not None:
                 parts += (context.written(start),)

@@ -112,12 +112,16 @@ def choose(
     from dspark.serving.graph.step import GraphStep
 
     context = settings.context or min(most, DEFAULT_CONTEXT)
+    prefixes = prefix_cache(settings)
     try:
         torch.cuda.set_device(target.device)
         step = GraphStep(
-            target, draft, context=context, num_draft_tokens=proposals(draft, settings) or None
+            target,
+            draft,
+            context=context,
+            num_draft_tokens=proposals(draft, settings) or None,
+            prefixes=prefixes,
         )
-        step.prefixes = prefix_cache(settings)
         step.warm_up()
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -126,7 +130,7 @@ def choose(
         ) from error
     log.info("graph engine: %s on %s, context %d", target.name, target.device, context)
     decode = GraphDecoder(step).stream
-    return Decoder("graph", decode, context, _MOST_STOPS, prefixes=step.prefixes)
+    return Decoder("graph", decode, context, _MOST_STOPS, prefixes=prefixes)
 
 
 def _obstacle(target: Target, draft: DSparkDraftModel | None, ends: Set[int]) -> str | None:

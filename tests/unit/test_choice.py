@@ -147,15 +147,19 @@ def test_the_graph_engine_is_made_ready_where_it_can_run(
     decoder = choice.choose(target, draft, ENDS, ServeSettings(engine=engine))
     assert decoder is not None
     assert (decoder.name, decoder.context) == ("graph", 512)
-    assert gpu == [{"context": 512, "num_draft_tokens": 7, "warm": True}]
+    made = {"context": 512, "num_draft_tokens": 7, "warm": True}
+    assert gpu == [{**made, "prefixes": decoder.prefixes}]
+    assert decoder.prefixes is not None
+    assert decoder.prefixes.most_bytes == ServeSettings().prefix_cache_bytes
     assert "graph engine: tiny-flash on cpu, context 512" in caplog.text
-    settings = ServeSettings(engine=engine, context=64, num_draft_tokens=3)
+    settings = ServeSettings(engine=engine, context=64, num_draft_tokens=3, prefix_cache_bytes=0)
     decoder = choice.choose(target, draft, ENDS, settings)
     assert decoder is not None
-    assert gpu[1:] == [{"context": 64, "num_draft_tokens": 3, "warm": True}]
+    assert gpu[1:] == [{"context": 64, "num_draft_tokens": 3, "warm": True, "prefixes": None}]
     # the default of a model with many positions
     target.config = SimpleNamespace(max_position_embeddings=100_000)
     choice.choose(target, None, ENDS, ServeSettings(engine=engine))
+    assert gpu[2].pop("prefixes") is not None
     assert gpu[2:] == [{"context": 32768, "num_draft_tokens": None, "warm": True}]
 
 

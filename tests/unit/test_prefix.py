@@ -148,6 +148,14 @@ def first(target: Target, prompt: list[int], prefixes: PrefixCache) -> Commit:
     return next(stream(target, None, prompt, DecodeParams(4, ignore_eos=True), prefixes))
 
 
+def test_a_prompt_of_whole_pieces_reads_its_last_one_again() -> None:
+    target, prefixes, prompt = tiny_target(), PrefixCache(1 << 30), ids(2 * SIZE)
+    commits = [first(target, prompt, prefixes) for _ in range(2)]
+    assert [one.num_reused for one in commits] == [0, SIZE]
+    assert commits[0].token_ids == commits[1].token_ids
+    assert first(target, [*prompt, 5], prefixes).num_reused == 2 * SIZE
+
+
 def test_a_prompt_that_breaks_off_leaves_whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     target, prefixes, prompt = tiny_ling(), PrefixCache(1 << 30), ids(120)
     counted = Counted(target, monkeypatch)
@@ -198,8 +206,10 @@ def test_the_graph_engines_caches_are_those_of_a_prompt_read_whole(dtype: torch.
     target = tiny_ling(dtype=dtype)
     draft, prompt = tiny_draft(target).to(dtype), ids(150)
     params = DecodeParams(4, SAMPLED, ignore_eos=True)
-    warm, cold = (GraphStep(target, draft, context=200) for _ in range(2))
-    warm.prefixes = PrefixCache(1 << 30)
+    warm, cold = (
+        GraphStep(target, draft, context=200, prefixes=cache)
+        for cache in (PrefixCache(1 << 30), None)
+    )
     warm.begin(prompt[:100], params)
     for one in warm.caches.tensors():
         one[:] = 7  # as another request would leave them

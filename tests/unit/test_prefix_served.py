@@ -63,6 +63,8 @@ def test_what_was_reused_is_told_wherever_tokens_are_counted(client: httpx.Clien
 
 def test_a_flush_forgets_earlier_prompts(client: httpx.Client) -> None:
     text = complete(client)[0]
+    assert complete(client) == (text, 64)
+    assert client.get("/server_info").json()["internal_states"][0]["cached_tokens"] == 64
     assert "no earlier prompt" in client.post("/flush_cache").text
     assert complete(client) == (text, 0)
     assert client.get("/server_info").json()["internal_states"][0]["cached_tokens"] == 0

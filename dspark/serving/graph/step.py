@@ -68,6 +68,8 @@ class GraphStep:
         num_draft_tokens: proposals a round; None: `draft_limit`'s default.
         embedding: the whole embedding table, where ``target`` is one rank of several.
         nextn: proposals a round of the model's own NEXTN block, instead of a draft; 0: none.
+        prefixes: prompts that were read, for those that begin alike; not used with a NEXTN block,
+            which needs the last hidden states of all of a prompt.
 
     Raises:
         ConfigError: the kernels cannot run these models, or a setting is out of range.
@@ -83,6 +85,7 @@ class GraphStep:
         embedding: Tensor | None = None,
         tuning: Tuning | None = None,
         nextn: int = 0,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         if reason := unsupported(target.model, draft):
             raise ConfigError(f"the graph engine cannot run this: {reason}")
@@ -129,9 +132,7 @@ class GraphStep:
         """Whether the running request filters what it samples, for which there is a graph more."""
         self.request = 0
         self.launched = 0
-        self.prefixes: PrefixCache | None = None
-        """Prompts that were read, for those that begin alike; not with a NEXTN block, which needs
-        the last hidden states of all of a prompt."""
+        self._prefixes = prefixes
         self.num_reused = 0
         """Tokens of the last prompt that were not read again."""
 
@@ -163,7 +164,7 @@ class GraphStep:
             if self.draft is not None:
                 context = ArenaContext(self.draft, self.caches, self.target.model.rank)
             logits, self.num_reused = read_prompt(
-                self.target, cache, prompt, context, self.prefixes
+                self.target, cache, prompt, context, self._prefixes
             )
         where = torch.tensor([cache.length], device=self.device)
         first = int(pick(logits, params.sampling, where)[0])
