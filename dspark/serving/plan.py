@@ -239,9 +239,10 @@ class MemoryPlan:
         while room < context:
             room *= 2
         kept = mla * room * config.latent_dim * _WIDE
-        # the taps of a piece, or what a NEXTN block reads of all of them, and then joined
+        # the taps of a piece, apart and joined, and those of the one before; or what a NEXTN
+        # block reads of all pieces, and then joined
         taps = len(self.draft.target_layer_ids or ()) if self.draft is not None else int(self.nextn)
-        kept += 2 * (context if self.nextn else piece) * taps * hidden * _NARROW
+        kept += (2 * context if self.nextn else 3 * piece) * taps * hidden * _NARROW
         # keys and values rebuilt, joined, padded and laid out; masks as bool and as numbers
         keys = 4 * config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim
         attention = context * heads * keys * _NARROW + 4 * piece * context
