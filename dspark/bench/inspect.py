@@ -17,6 +17,7 @@ from dspark.export.load import TargetShape, check_fit
 from dspark.provenance import read_object
 from dspark.serving.graph.weights import unsupported_shapes
 from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
+from dspark.serving.settings import ServeSettings
 from dspark.target.config import LingConfig, is_ling
 from dspark.target.sizes import Routing, parameter_counts, rank_bytes, step_bytes
 
@@ -117,7 +118,8 @@ def _plan(
         raise TargetError(f"{where}: the graph engine has no plan for it: {reason}")
     if context is None:
         context = min(DEFAULT_CONTEXT, config.max_position_embeddings)
-    return MemoryPlan(config, shape, context, ranks, nextn).to_dict()
+    kept = 0 if nextn else ServeSettings().prefix_cache_bytes
+    return MemoryPlan(config, shape, context, ranks, nextn, prefix_cache=kept).to_dict()
 
 
 def _draft(raw: dict[str, Any], where: str) -> dict[str, Any]:

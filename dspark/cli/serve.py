@@ -42,6 +42,9 @@ def _serve(
         int, typer.Option(help="Output limit of a request that names none.")
     ] = 512,
     max_output_tokens: Annotated[int, typer.Option(help="Most a request may ask for.")] = 8192,
+    prefix_cache_bytes: Annotated[
+        int, typer.Option(help="For prompts that begin like earlier ones; 0: read each whole.")
+    ] = 1 << 30,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait.")] = 32,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 4 << 20,
     deadline_s: Annotated[float, typer.Option(help="From arrival to the last token.")] = 600.0,
@@ -80,6 +83,7 @@ def _serve(
         confidence_threshold=confidence_threshold,
         default_max_tokens=default_max_tokens,
         max_output_tokens=max_output_tokens,
+        prefix_cache_bytes=prefix_cache_bytes,
         max_queue=max_queue,
         max_body_bytes=max_body_bytes,
         deadline_s=deadline_s,

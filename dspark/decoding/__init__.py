@@ -6,6 +6,7 @@ from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
 from dspark.decoding.nextn import NextNDraft, nextn_draft, nextn_proposals
 from dspark.decoding.plain import decode_plain
+from dspark.decoding.prefix import PrefixCache, read_prompt
 from dspark.decoding.proposer import draft_limit
 from dspark.decoding.reference_step import Draft, ReferenceStep, StepResult, proposal_limit
 from dspark.decoding.replay import replay
@@ -20,6 +21,7 @@ __all__ = [
     "Logprob",
     "NextNDraft",
     "Outcomes",
+    "PrefixCache",
     "ReferenceStep",
     "SamplingParams",
     "StepResult",
@@ -32,6 +34,7 @@ __all__ = [
     "nextn_draft",
     "nextn_proposals",
     "proposal_limit",
+    "read_prompt",
     "replay",
     "stream",
 ]

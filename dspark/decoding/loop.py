@@ -12,6 +12,7 @@ import torch
 
 from dspark.acceptance import AcceptStats
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
+from dspark.decoding.prefix import PrefixCache
 from dspark.decoding.reference_step import Draft, ReferenceStep, proposal_limit
 from dspark.decoding.sampling import SamplingParams
 from dspark.errors import ConfigError
@@ -66,6 +67,8 @@ class Commit:
     """Time the prefill or the round took."""
     logprobs: list[Logprob] | None = None
     """One a token, where they were asked for."""
+    num_reused: int = 0
+    """Of the prefill: tokens of the prompt that were not read again."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,12 @@ def stream(
     draft: Draft | None,
     prompt_ids: Sequence[int],
     params: DecodeParams,
+    prefixes: PrefixCache | None = None,
 ) -> Iterator[Commit]:
     """Yield what each round makes final; the first commit is the prefill's token.
 
-    With the same seed the tokens do not depend on the draft. The context limit ends the output
-    with ``length``.
+    With the same seed the tokens do not depend on the draft, nor on ``prefixes``: prompts that
+    these two have read before. The context limit ends the output with ``length``.
 
     Raises:
         ConfigError: the prompt leaves no room for a token, or the draft settings are out of range.
@@ -142,6 +146,7 @@ def stream(
         confidence_threshold=params.confidence_threshold,
         top_logprobs=params.top_logprobs,
         rejection=params.rejection,
+        prefixes=prefixes,
     )
     begun = time.perf_counter()
     tokens = [step.prefill(torch.tensor(prompt_ids, dtype=torch.int64))]
@@ -154,7 +159,9 @@ def stream(
         reason = "stop" if cut is not None else "length" if left == 0 else None
         took = time.perf_counter() - begun
         logprobs = step.logprobs[:cut] if step.logprobs is not None else None
-        yield Commit(tokens, reason, proposed, min(accepted, len(tokens)), took, logprobs)
+        reused = step.num_reused if proposed is None else 0
+        kept = min(accepted, len(tokens))
+        yield Commit(tokens, reason, proposed, kept, took, logprobs, reused)
         if reason is not None:
             return
         begun = time.perf_counter()

@@ -85,6 +85,14 @@ class BlockProposer:
         """Append taps [n, F*D]; what stands behind them is not read."""
         self.draft.extend(self._context, features)
 
+    def written(self, start: int) -> dict[int, tuple[Tensor, ...]]:
+        """Views of what the context holds from position ``start`` on."""
+        return self._context.written(start)
+
+    def restore(self, written: dict[int, tuple[Tensor, ...]], rows: int) -> None:
+        """Append ``rows`` positions that `written` gave."""
+        self._context.restore(written, rows)
+
     @torch.no_grad()
     def propose(self, anchor: Tensor, most: int) -> Tensor:
         """As `Proposer.propose`; ends before the first slot of too little confidence."""

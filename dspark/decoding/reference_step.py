@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dspark.decoding.logprobs import Logprob, logprobs_of
 from dspark.decoding.nextn import NextNDraft, NextNProposer
+from dspark.decoding.prefix import PrefixCache, read_prompt
 from dspark.decoding.proposer import BlockProposer, Proposer, draft_limit
 from dspark.decoding.rejection import draw, judge
 from dspark.decoding.sampling import SamplingParams, filter_logits, pick
@@ -43,22 +44,14 @@ def proposal_limit(draft: Draft, num_draft_tokens: int | None, threshold: float 
         num_draft_tokens = draft.block_size
     return draft_limit(draft.block_size, num_draft_tokens, threshold)
 
-    @torch.no_grad()
-    def confidence_logits(self, anchor: Tensor, proposals: Tensor) -> Tensor | None:
-        """The confidence head's logits [n] behind what `propose` just gave; None without one."""
-        draft, head = self.draft, self.draft.markov_head
-        if self._hidden is None:
-            return None
-        before = torch.cat([anchor[None], proposals])[: len(proposals)]
-        embedding = None if head is None else head.embed(before)
-        return draft.confidence_logits(self._hidden[: len(proposals)], embedding)
-
 
 class ReferenceStep:
     """Decoding state of one sequence. Without a draft every round is one target step.
 
     ``top_logprobs``: keep `logprobs` of the tokens, with so many alternatives; None: don't.
     ``rejection``: judge sampled proposals by `decoding.rejection` instead of coupled noise.
+    ``prefixes``: prompts that this target and draft have read, and where this one's go. A NEXTN
+    block reads every prompt whole: it wants the hidden states of all of it.
 
     Raises:
         ConfigError: `draft_limit` refuses the settings.
@@ -74,11 +67,15 @@ class ReferenceStep:
         confidence_threshold: float = 0.0,
         top_logprobs: int | None = None,
         rejection: bool = False,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.target = target
         self.params = params
         self.logprobs: list[Logprob] | None = None
         """Of the tokens that `prefill` or `commit` added last."""
+        self.num_reused = 0
+        """Tokens of the prompt that were not read again."""
+        self._prefixes = prefixes
         self._top_logprobs = top_logprobs
         self._logits: Tensor | None = None
         self.limit = 0
@@ -105,14 +102,22 @@ class ReferenceStep:
 
     def prefill(self, prompt_ids: Tensor) -> int:
         """Consume the prompt [S]; the first token of the output, which is the first anchor."""
-        rows = self.target.prefill(self._cache, prompt_ids, keep_hidden=self._of_hidden)
+        hidden: Tensor | None = None
+        if self._of_hidden:
+            rows = self.target.prefill(self._cache, prompt_ids, keep_hidden=True)
+            logits, hidden = rows.logits, self._features(rows)
+        else:
+            context = self._proposer if isinstance(self._proposer, BlockProposer) else None
+            logits, self.num_reused = read_prompt(
+                self.target, self._cache, prompt_ids, context, self._prefixes
+            )
         where = torch.tensor([self._cache.length], device=self.target.device)
-        self._anchor = pick(rows.logits, self.params, where)[0]
-        if self._proposer is not None:
+        self._anchor = pick(logits, self.params, where)[0]
+        if hidden is not None and self._proposer is not None:
             following = torch.cat([prompt_ids[1:].to(self.target.device), self._anchor[None]])
-            self._proposer.extend(self._features(rows), following)
+            self._proposer.extend(hidden, following)
         if self._top_logprobs is not None:
-            self.logprobs = logprobs_of(rows.logits, [int(self._anchor)], self._top_logprobs)
+            self.logprobs = logprobs_of(logits, [int(self._anchor)], self._top_logprobs)
         return int(self._anchor)
 
     def step(self, max_tokens: int | None = None) -> StepResult:

@@ -58,6 +58,17 @@ class DraftContext:
         assert values is not None
         return keys[:, :, : self.length], values[:, :, : self.length]
 
+    def written(self, start: int) -> dict[int, tuple[Tensor, ...]]:
+        """By layer, views of the keys and values [1, G, n, N] of the rows from ``start`` on."""
+        both = {layer: self.read(layer) for layer in range(len(self._keys))}
+        return {layer: (k[:, :, start:], v[:, :, start:]) for layer, (k, v) in both.items()}
+
+    def restore(self, written: dict[int, tuple[Tensor, ...]], rows: int) -> None:
+        """Append ``rows`` rows that `written` gave."""
+        for layer, (keys, values) in written.items():
+            self.append(layer, keys, values)
+        self.length += rows
+
 
 class DSparkDraftModel(PreTrainedModel):
     """The trainable draft; embedding and output head are the target's, frozen, via `attach`."""

@@ -92,6 +92,10 @@ class Api:
             "max_model_len": self.preparer.max_model_len,
             "speculative_algorithm": card.algorithm,
             "num_draft_tokens": engine.num_draft_tokens,
+            "prefix_reuse": {
+                "limit_bytes": card.prefix_cache_bytes,
+                "piece_tokens": card.prefill_rows,
+            },
             "settings": asdict(engine.settings),
             "internal_states": [engine.metrics.snapshot()],
         }

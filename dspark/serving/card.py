@@ -40,6 +40,8 @@ class ModelCard:
     """Whether commits can have them."""
     prefill_rows: int = PREFILL_ROWS["cpu"]
     """Positions of a prompt that are read together."""
+    prefix_cache_bytes: int = 0
+    """For prompts that begin like earlier ones; 0: each is read whole."""
 
     def prefill_steps(self, prompt_tokens: int) -> int:
         """How many pieces a prompt is read in."""
@@ -63,7 +65,7 @@ def card_of(target: Target, **engine: Any) -> ModelCard:
         device=str(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
         sampling=_sampling_defaults(target),
-        prefill_rows=PREFILL_ROWS.get(target.device.type, PREFILL_ROWS["cpu"]),
+        prefill_rows=target.prefill_rows,
         **engine,
     )
 

@@ -24,6 +24,7 @@ from dspark.serving.wire import (
     Committed,
     Decode,
     Ended,
+    Forget,
     Gone,
     Ping,
     Pong,
@@ -85,6 +86,8 @@ def _serve(wire: Wire, model: Model) -> None:
         if isinstance(message, Decode):
             _decode(wire, model, message)
             wire.send(Ended())
+        elif isinstance(message, Forget):
+            model.forget()
         elif isinstance(message, Ping):
             wire.send(Pong())
         # what else comes belongs to a decode that was over before it arrived

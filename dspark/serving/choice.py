@@ -16,7 +16,7 @@ from dspark.decoding import Draft, NextNDraft, draft_limit, nextn_proposals
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.load import TargetShape, check_fit, read_config
-from dspark.serving.engine import Decoder, proposals
+from dspark.serving.engine import Decoder, prefix_cache, proposals
 from dspark.serving.graph.weights import unsupported_shapes
 from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
 from dspark.serving.settings import ServeSettings
@@ -78,12 +78,12 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
         return settings
     assert config is not None
     free = _free(device)
-    plan = MemoryPlan(config, shape, 2, nextn=nextn is not None)
-    context = settings.context or _default_context(plan, free)
-    plan = replace(plan, context=context)
+    kept = 0 if nextn is not None else settings.prefix_cache_bytes
+    least = MemoryPlan(config, shape, 2, nextn=nextn is not None, prefix_cache=kept)
+    plan = replace(least, context=settings.context or _default_context(least, free))
     Console(stderr=True).print(plan.table(free))
     plan.check(free)
-    return replace(settings, context=context)
+    return replace(settings, context=plan.context)
 
 
 def choose(
@@ -115,6 +115,7 @@ def choose(
     from dspark.serving.graph.step import GraphStep
 
     context = settings.context or min(most, DEFAULT_CONTEXT)
+    prefixes = prefix_cache(settings, draft)
     try:
         torch.cuda.set_device(target.device)
         step = GraphStep(
@@ -123,6 +124,7 @@ def choose(
             context=context,
             num_draft_tokens=proposals(draft, settings) or None,
             nextn=draft.block_size if isinstance(draft, NextNDraft) else 0,
+            prefixes=prefixes,
         )
         step.warm_up()
     except torch.OutOfMemoryError as error:
@@ -131,7 +133,8 @@ def choose(
             "give a smaller --context"
         ) from error
     log.info("graph engine: %s on %s, context %d", target.name, target.device, context)
-    return Decoder("graph", GraphDecoder(step).stream, context, _MOST_STOPS)
+    decode = GraphDecoder(step).stream
+    return Decoder("graph", decode, context, _MOST_STOPS, prefixes=prefixes)
 
 
 def _obstacle(target: Target, draft: Draft | None, ends: Set[int]) -> str | None:

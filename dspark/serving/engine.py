@@ -17,7 +17,15 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from dspark.acceptance import AcceptStats
-from dspark.decoding import Commit, DecodeParams, Draft, NextNDraft, proposal_limit, stream
+from dspark.decoding import (
+    Commit,
+    DecodeParams,
+    Draft,
+    NextNDraft,
+    PrefixCache,
+    proposal_limit,
+    stream,
+)
 from dspark.errors import ConfigError, DSparkError, RunError
 from dspark.serving.card import ModelCard, card_of
 from dspark.serving.metrics import Metrics
@@ -42,6 +50,7 @@ __all__ = [
     "NameTaken",
     "QueueFull",
     "end_ids",
+    "prefix_cache",
     "proposals",
 ]
 
@@ -74,6 +83,7 @@ class Decoder:
         context: positions of a prompt and its output together; None: as many as the target knows.
         most_stops: ids that may end an output, the model's own among them; None: any number.
         logprobs: whether commits can have them.
+        prefixes: prompts that it has read and may use again; None: it keeps none.
     """
 
     name: str
@@ -81,6 +91,7 @@ class Decoder:
     context: int | None = None
     most_stops: int | None = None
     logprobs: bool = False
+    prefixes: PrefixCache | None = None
 
 
 class Model(Protocol):
@@ -94,6 +105,13 @@ class Model(Protocol):
 
         Raises:
             EngineLost: it hangs or has ended.
+        """
+
+    def forget(self) -> None:
+        """Drop what is kept of earlier prompts; called while nothing is decoded.
+
+        Raises:
+            EngineLost: as above.
         """
 
     def check(self) -> None:
@@ -122,11 +140,15 @@ class LocalModel:
         decoder: Decoder | None = None,
     ) -> None:
         settings = settings or ServeSettings()
+        prefixes = prefix_cache(settings, draft)
 
         def reference(prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
-            return stream(target, draft, prompt_ids, params)
+            return stream(target, draft, prompt_ids, params, prefixes)
 
-        decoder = decoder or Decoder("reference", reference, settings.context, logprobs=True)
+        decoder = decoder or Decoder(
+            "reference", reference, settings.context, logprobs=True, prefixes=prefixes
+        )
+        self._prefixes = decoder.prefixes
         self.stream = decoder.stream
         self.card = card_of(
             target,
@@ -136,7 +158,13 @@ class LocalModel:
             logprobs=decoder.logprobs,
             algorithm=algorithm(draft),
             num_draft_tokens=proposals(draft, settings),
+            prefix_cache_bytes=self._prefixes.most_bytes if self._prefixes is not None else 0,
         )
+
+    def forget(self) -> None:
+        """Drop what is kept of earlier prompts."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def check(self) -> None:
         """This process lives as long as it does."""
@@ -159,6 +187,7 @@ class Engine:
         self._wake = threading.Condition()
         self._draining = False
         self._closed = False
+        self._forget = False
         self.lost: str | None = None
         """What became of the model when it ended or hung; no request is served any more."""
         self.commits = 0
@@ -264,8 +293,11 @@ class Engine:
         return [job for job in [*running, *self._queue] if not job.cancelled]
 
     def flush(self) -> None:
-        """Start the accept and step figures anew."""
+        """Start the accept and step figures anew; the next request finds no earlier prompt."""
         self.metrics.flush()
+        with self._wake:
+            self._forget = True
+            self._wake.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Take no new requests and wait for those there are; False if they take longer."""
@@ -322,6 +354,9 @@ class Engine:
         with self._wake:
             while True:
                 self._model.check()
+                if self._forget:
+                    self._model.forget()
+                    self._forget = False
                 self._beat = time.monotonic()
                 self._expire()
                 if self._queue:
@@ -418,6 +453,7 @@ class Engine:
             total_s=time.monotonic() - job.arrived,
             decode_s=out.decode_s,
             likelihoods=out.likelihoods,
+            num_cached_tokens=out.num_cached_tokens,
         )
         self._end(job, end)
 
@@ -431,11 +467,18 @@ class Engine:
     def _end(self, job: Job, end: Finished | Failed) -> None:
         self.metrics.ended(
             prompt_tokens=len(job.prompt_ids),
+            cached_tokens=end.num_cached_tokens if isinstance(end, Finished) else 0,
             output_tokens=len(end.token_ids) if isinstance(end, Finished) else 0,
             seconds=time.monotonic() - job.arrived,
             how=end.finish_reason if isinstance(end, Finished) else end.reason,
         )
         job.emit(end)
+
+
+def prefix_cache(settings: ServeSettings, draft: Draft | None) -> PrefixCache | None:
+    """As the settings have it; None: every prompt is read whole, as a NEXTN block wants it."""
+    most = 0 if isinstance(draft, NextNDraft) else settings.prefix_cache_bytes
+    return PrefixCache(most) if most else None
 
 
 def end_ids(tokenizer: Any) -> frozenset[int]:

@@ -26,6 +26,7 @@ _MAX_STEPS = 1 << 16
 
 _ALIASES = {
     "prompt_tokens": ("sglang:prompt_tokens", "vllm:prompt_tokens"),
+    "cached_tokens": ("sglang:cached_tokens",),
     "generation_tokens": ("sglang:generation_tokens", "vllm:generation_tokens"),
     "aborted_requests": ("sglang:num_aborted_requests",),
     "requests_running": ("sglang:num_running_reqs", "vllm:num_requests_running"),
@@ -65,10 +66,12 @@ class Metrics:
         self._block_size = block_size
         self._stats = AcceptStats(block_size)
         self._steps: deque[float] = deque(maxlen=_MAX_STEPS)
+        self._cached_tokens = 0
         self._totals = {"tokens": 0, "emitted": 0, "rounds": 0, "step_s": 0.0}
         self._registry = CollectorRegistry()
         self._sources: dict[str, Counter | Gauge | Histogram] = {}
         self._add(Counter, "prompt_tokens", "Prompt tokens of finished requests.")
+        self._add(Counter, "cached_tokens", "Of these, tokens that were not read again.")
         self._add(Counter, "generation_tokens", "Output tokens of finished requests.")
         self._add(Counter, "aborted_requests", "Requests ended by a disconnect or a deadline.")
         self._add(Counter, "failed_requests", "Requests ended by an error.")
@@ -120,9 +123,23 @@ class Metrics:
             for slot in range(accepted):
                 self._of("spec_accepted_tokens_per_pos").labels(slot).inc()
 
-    def ended(self, *, prompt_tokens: int, output_tokens: int, seconds: float, how: str) -> None:
-        """A request came to its end after ``seconds``; ``how``: its finish reason or failure."""
+    def ended(
+        self,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        seconds: float,
+        how: str,
+        cached_tokens: int = 0,
+    ) -> None:
+        """A request came to its end after ``seconds``; ``how``: its finish reason or failure.
+
+        ``cached_tokens``: those of the prompt that were not read again.
+        """
+        with self._lock:
+            self._cached_tokens += cached_tokens
         self._of("prompt_tokens").inc(prompt_tokens)
+        self._of("cached_tokens").inc(cached_tokens)
         self._of("generation_tokens").inc(output_tokens)
         self._of("e2e_request_latency_seconds").observe(seconds)
         if how in ("abort", "deadline"):
@@ -135,12 +152,13 @@ class Metrics:
         with self._lock:
             self._stats = AcceptStats(self._block_size)
             self._steps.clear()
+            self._cached_tokens = 0
 
     def snapshot(self) -> dict[str, Any]:
         """Statistics since the last flush; times in ms, of the last 65,536 steps."""
         with self._lock:
             accept = self._stats.summary()
-            steps = sorted(self._steps)
+            steps, cached = sorted(self._steps), self._cached_tokens
         return {
             "avg_spec_accept_length": accept["accept_length"] if self._block_size else None,
             "accept_histogram": accept["histogram"],
@@ -150,6 +168,7 @@ class Metrics:
             "rounds": accept["rounds"],
             "emitted": accept["emitted"],
             "step_ms": _step_ms(steps),
+            "cached_tokens": cached,
         }
 
     def live(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class MemoryPlan:
     """Bytes on one of ``ranks`` GPUs, in bfloat16, for ``context`` positions.
 
     ``nextn``: the target's own NEXTN block drafts, in the place of ``draft``.
+    ``prefix_cache``: bytes for what prefill left of earlier prompts, at most.
 
     Raises:
         ConfigError: the model has fewer positions or no such block, or there are two drafts.
@@ -56,6 +57,7 @@ class MemoryPlan:
     context: int
     ranks: int = 1
     nextn: bool = False
+    prefix_cache: int = 0
 
     def __post_init__(self) -> None:
         most = self.config.max_position_embeddings
@@ -156,6 +158,7 @@ class MemoryPlan:
             "caches": self.caches,
             "scratch": self.scratch,
             "reading a prompt": self.prompt,
+            "earlier prompts": self.prefix_cache,
             "reserve": _RESERVE,
         }
 
@@ -236,9 +239,10 @@ class MemoryPlan:
         while room < context:
             room *= 2
         kept = mla * room * config.latent_dim * _WIDE
-        # the taps, or what a NEXTN block reads, piece by piece and then joined
+        # the taps of a piece, apart and joined, and those of the one before; or what a NEXTN
+        # block reads of all pieces, and then joined
         taps = len(self.draft.target_layer_ids or ()) if self.draft is not None else int(self.nextn)
-        kept += 2 * context * taps * hidden * _NARROW
+        kept += (2 * context if self.nextn else 3 * piece) * taps * hidden * _NARROW
         # keys and values rebuilt, joined, padded and laid out; masks as bool and as numbers
         keys = 4 * config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim
         attention = context * heads * keys * _NARROW + 4 * piece * context

@@ -26,6 +26,7 @@ from dspark.serving.wire import (
     Committed,
     Decode,
     Ended,
+    Forget,
     Gone,
     Ping,
     Pong,
@@ -122,6 +123,14 @@ class EngineProcess:
                     self._tell(Stop())
                 while not isinstance(self._hear(self._step_s, "ending a request"), Ended):
                     pass
+
+    def forget(self) -> None:
+        """Drop what is kept of earlier prompts, before the next decode.
+
+        Raises:
+            EngineLost: the process has died or hangs.
+        """
+        self._tell(Forget())
 
     def check(self) -> None:
         """Is it there? Asks, and takes the answer at a later call."""

@@ -62,6 +62,8 @@ class Delta:
     """Of the tokens since the last one, where they were asked for."""
     trace: Trace | None = None
     """Where the new text came from, if that was asked for."""
+    num_cached_tokens: int = 0
+    """Of the prompt, those that were not read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class Finished:
     """Time of its steps, the prefill's not included."""
     likelihoods: list[Likelihood] | None = None
     """Of all tokens, where they were asked for."""
+    num_cached_tokens: int = 0
+    """Of the prompt, those that were not read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,7 @@ class Output:
         self.stop: str | None = None
         self.finish_reason: FinishReason | None = None
         self.decode_s = 0.0
+        self.num_cached_tokens = 0
         self._stream = TextStream(tokenizer, stops, skip_special=skip_special, keep=keep)
         self._interval = interval
         self._origins = Origins() if trace else None
@@ -150,6 +155,7 @@ class Output:
     def take(self, commit: Commit) -> tuple[int, int]:
         """Add a commit; (tokens that count, accepted proposals among them)."""
         ids = commit.token_ids
+        self.num_cached_tokens += commit.num_reused
         # a stop id ends the text, it is none
         readable = ids[:-1] if commit.finish_reason == "stop" else ids
         num_accepted = 0 if commit.num_proposed is None else commit.num_accepted
@@ -199,6 +205,7 @@ class Output:
             num_tokens,
             None if self.likelihoods is None else self.likelihoods[since:num_tokens],
             None if self._origins is None else self._origins.upto(text, num_tokens),
+            self.num_cached_tokens,
         )
 
     def _push(self, ids: list[int], num_accepted: int, begins: list[int]) -> int:

@@ -19,13 +19,19 @@ __all__ = ["Shape", "native_chunk", "usage"]
 
 
 def usage(
-    prompt: int, completion: int, stats: AcceptStats | None = None, reasoning: int = 0
+    prompt: int,
+    completion: int,
+    stats: AcceptStats | None = None,
+    reasoning: int = 0,
+    *,
+    cached: int = 0,
 ) -> dict[str, Any]:
     """Token counts. Rejected proposals are not part of the completion."""
     counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
     if stats is not None:
         counts["completion_tokens_details"] = {
@@ -123,7 +129,13 @@ class Shape:
         }
 
     def _usage(self, end: Finished, reasoning_tokens: int) -> dict[str, Any]:
-        return usage(end.num_prompt_tokens, len(end.token_ids), end.stats, reasoning_tokens)
+        return usage(
+            end.num_prompt_tokens,
+            len(end.token_ids),
+            end.stats,
+            reasoning_tokens,
+            cached=end.num_cached_tokens,
+        )
 
     def _call(self, call: Call, index: int) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
@@ -184,7 +196,7 @@ def native_chunk(
     info: dict[str, Any] = {
         "id": request_id,
         "prompt_tokens": len(work.prompt_ids),
-        "cached_tokens": 0,
+        "cached_tokens": event.num_cached_tokens,
         "finish_reason": None,
     }
     if likelihoods is not None:

@@ -176,11 +176,11 @@ async def _openai_events(
     api: Api, channel: Channel, shape: Shape, options: StreamOptions
 ) -> AsyncIterator[dict[str, Any] | None]:
     prompt_tokens, parser = len(shape.work.prompt_ids), shape.work.parser()
-    num_calls = told = 0
+    num_calls = told = cached = 0
 
     def with_usage(chunk: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         if options.continuous_usage_stats:
-            return {**chunk, "usage": usage(prompt_tokens, num_tokens)}
+            return {**chunk, "usage": usage(prompt_tokens, num_tokens, cached=cached)}
         return {**chunk, "usage": None} if options.include_usage else chunk
 
     opening = shape.opening()
@@ -188,6 +188,7 @@ async def _openai_events(
         if isinstance(event, Quiet):
             yield None
             continue
+        cached = event.num_cached_tokens
         if opening is not None:
             yield with_usage(opening, 0)
             opening = None
@@ -199,6 +200,7 @@ async def _openai_events(
         for part in parts:
             yield with_usage(shape.part(part, num_calls, likely, trace), event.num_tokens)
             num_calls, likely, trace = num_calls + (part.call is not None), None, None
+    cached = event.num_cached_tokens
     if opening is not None:
         yield with_usage(opening, 0)
     num_tokens = len(event.token_ids)

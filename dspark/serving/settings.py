@@ -32,6 +32,9 @@ class ServeSettings:
     """Output limit of a request that names none (less where the context ends first)."""
     max_output_tokens: int = 8192
     """Most tokens one request may ask for."""
+    prefix_cache_bytes: int = 1 << 30
+    """What prefill left of prompts, kept for those that begin alike; 0: every prompt is read
+    whole. The output is the same."""
     max_queue: int = 32
     """Requests that may wait while one is decoded; a further one gets a 429."""
     deadline_s: float = 600.0
@@ -56,8 +59,9 @@ class ServeSettings:
         for name in ("default_max_tokens", "max_output_tokens", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"serve.{name} must be >= 1, got {getattr(self, name)}")
-        if self.max_queue < 0:
-            raise ConfigError(f"serve.max_queue must be >= 0, got {self.max_queue}")
+        for name in ("max_queue", "prefix_cache_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"serve.{name} must be >= 0, got {getattr(self, name)}")
         for name in ("deadline_s", "step_timeout_s", "load_timeout_s", "drain_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

@@ -56,7 +56,7 @@ def add_upkeep(routes: APIRouter, api: Api) -> None:
     async def flush_cache() -> Response:
         api.engine.flush()
         return PlainTextResponse(
-            "Accept and step figures start anew; there is no prefix cache to drop.\n"
+            "Accept and step figures start anew; the next request finds no earlier prompt.\n"
         )
 
     @routes.post("/abort_request", dependencies=keyed, openapi_extra=body_of(AbortRequest))

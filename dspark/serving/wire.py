@@ -20,6 +20,7 @@ __all__ = [
     "Committed",
     "Decode",
     "Ended",
+    "Forget",
     "Gone",
     "Ping",
     "Pong",
@@ -48,6 +49,10 @@ class Taken(NamedTuple):
 
 class Stop(NamedTuple):
     """To the process: no further step of this decode."""
+
+
+class Forget(NamedTuple):
+    """To the process, while it decodes nothing: drop what is kept of earlier prompts."""
 
 
 class Ping(NamedTuple):

@@ -9,7 +9,7 @@ Symbols: B batch, S positions, T verify rows, D hidden, F tapped layers, V vocab
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,6 +83,12 @@ class Cache(Protocol):
 
     def commit(self, rows: int) -> None: ...
 
+    def written(self, start: int) -> dict[int, tuple[Tensor, ...]]:
+        """By layer, views of what the tokens from ``start`` to the cursor have left."""
+
+    def restore(self, written: dict[int, tuple[Tensor, ...]], rows: int) -> None:
+        """Go on as if the next ``rows`` tokens were those that `written` was taken of."""
+
 
 class Target(ABC):
     """A frozen model, its taps, and a batch-1 decode that can be rolled back.
@@ -122,6 +128,11 @@ class Target(ABC):
     @property
     def device(self) -> torch.device:
         return self.head_weight.device
+
+    @property
+    def prefill_rows(self) -> int:
+        """Tokens of a piece of a prompt; the last one may have fewer."""
+        return PREFILL_ROWS.get(self.device.type, PREFILL_ROWS["cpu"])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -191,20 +202,30 @@ class Target(ABC):
     def prefill(self, cache: Any, input_ids: Tensor, *, keep_hidden: bool = False) -> Rows:
         """Run a prompt [S] behind the cursor and commit it; logits of its last token only."""
         taps, kept = [], []
-        hidden = None
-        size = PREFILL_ROWS.get(self.device.type, PREFILL_ROWS["cpu"])
-        for piece in torch.split(input_ids.to(self.device), size):
-            hidden, tap = self._extend(cache, piece, None)
-            cache.commit(len(piece))
+        for hidden, tap in self.read(cache, input_ids):
             taps.append(tap)
             if keep_hidden:
                 kept.append(hidden)
-        assert hidden is not None
-        # logits with the rows of a step, so that prefill and verify agree to the bit
+        every = torch.cat(kept) if keep_hidden else None
+        return Rows(self.last_logits(hidden), torch.cat(taps), every)
+
+    @torch.no_grad()
+    def read(self, cache: Any, input_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run a prompt [S > 0] behind the cursor, piece by piece.
+
+        Yields the last hidden states [T, D] and taps [T, F*D] of each piece, which is committed.
+        """
+        for piece in torch.split(input_ids.to(self.device), self.prefill_rows):
+            hidden, taps = self._extend(cache, piece, None)
+            cache.commit(len(piece))
+            yield hidden, taps
+
+    @torch.no_grad()
+    def last_logits(self, hidden: Tensor) -> Tensor:  # [T, D] -> [1, V]
+        """Of the last row of a piece, with the rows of a step: as `verify` has them, to the bit."""
         padded = hidden.new_zeros(padded_rows(1, self.device), hidden.shape[1])
         padded[:1] = hidden[-1:]
-        every = torch.cat(kept) if keep_hidden else None
-        return Rows(self.logits(padded)[:1], torch.cat(taps), every)
+        return self.logits(padded)[:1]
 
     @torch.no_grad()
     def verify(self, cache: Any, input_ids: Tensor) -> Rows:

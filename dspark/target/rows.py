@@ -95,6 +95,11 @@ class RowCache:
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write [G, R, N] behind the cursor; return whole chunks, [G, chunks * C, N] float32."""
         needed = len(self._masks) * CHUNK
+        self._write(layer, key, value, needed)
+        return self._keys[layer][:, :needed], self._values[layer][:, :needed]
+
+    def _write(self, layer: int, key: Tensor, value: Tensor, needed: int) -> None:
+        """Put [G, R, N] behind the cursor, with room for ``needed`` positions in all."""
         held = self._keys.get(layer)
         if held is None or held.shape[1] < needed:
             # doubling keeps the number of copies logarithmic in the context length
@@ -106,10 +111,23 @@ class RowCache:
                 if held is not None:
                     grown[:, : self.length] = store[layer][:, : self.length]
                 store[layer] = grown
-        end = self.length + self._rows
+        end = self.length + key.shape[1]
         self._keys[layer][:, self.length : end] = key
         self._values[layer][:, self.length : end] = value
-        return self._keys[layer][:, :needed], self._values[layer][:, :needed]
+
+    def written(self, start: int) -> dict[int, tuple[Tensor, ...]]:
+        """By layer, views of the keys and values of the tokens from ``start`` to the cursor."""
+        rows = slice(start, self.length)
+        return {
+            layer: (self._keys[layer][:, rows], self._values[layer][:, rows])
+            for layer in self._keys
+        }
+
+    def restore(self, written: dict[int, tuple[Tensor, ...]], rows: int) -> None:
+        """Go on as if the next ``rows`` tokens were those that `written` was taken of."""
+        for layer, (keys, values) in written.items():
+            self._write(layer, keys, values, self.length + rows)
+        self.length += rows
 
     def attend(
         self,

@@ -136,6 +136,25 @@ class LingCache:
             state.commit(rows)
         self.length += rows
 
+    def written(self, start: int) -> dict[int, tuple[Tensor, ...]]:
+        """By layer, views of the latents from ``start`` to the cursor, or the state at the cursor.
+
+        Valid where nothing is staged.
+        """
+        left: dict[int, tuple[Tensor, ...]] = {
+            layer: (latent.held[:, start : self.length],) for layer, latent in self.latents.items()
+        }
+        return left | {layer: (one.state, one.tail) for layer, one in self.kda.items()}
+
+    def restore(self, written: dict[int, tuple[Tensor, ...]], rows: int) -> None:
+        """Go on as if the next ``rows`` tokens were those that `written` was taken of."""
+        for layer, latent in self.latents.items():
+            latent.write(written[layer][0], self.length)
+        for layer, one in self.kda.items():
+            # moved on from, never written into
+            one.state, one.tail = written[layer]
+        self.length += rows
+
     def select(self, rows: Tensor) -> None:
         """Keep these sequences of the batch."""
         for state in self.kda.values():

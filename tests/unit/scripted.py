@@ -60,6 +60,9 @@ class Scripted:
     def check(self) -> None:
         pass
 
+    def forget(self) -> None:
+        pass
+
     def stream(self, prompt_ids: Sequence[int], params: DecodeParams, /) -> Iterator[Commit]:
         """Letters in order, the first of them the prompt's first id."""
         limit = params.max_new_tokens

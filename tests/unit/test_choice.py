@@ -147,15 +147,20 @@ def test_the_graph_engine_is_made_ready_where_it_can_run(
     decoder = choice.choose(target, draft, ENDS, ServeSettings(engine=engine))
     assert decoder is not None
     assert (decoder.name, decoder.context) == ("graph", 512)
-    assert gpu == [{"context": 512, "num_draft_tokens": 7, "nextn": 0, "warm": True}]
+    made = {"context": 512, "num_draft_tokens": 7, "nextn": 0, "warm": True}
+    assert gpu == [{**made, "prefixes": decoder.prefixes}]
+    assert decoder.prefixes is not None
+    assert decoder.prefixes.most_bytes == ServeSettings().prefix_cache_bytes
     assert "graph engine: tiny-flash on cpu, context 512" in caplog.text
-    settings = ServeSettings(engine=engine, context=64, num_draft_tokens=3)
+    settings = ServeSettings(engine=engine, context=64, num_draft_tokens=3, prefix_cache_bytes=0)
     decoder = choice.choose(target, draft, ENDS, settings)
     assert decoder is not None
-    assert gpu[1:] == [{"context": 64, "num_draft_tokens": 3, "nextn": 0, "warm": True}]
+    made = {"context": 64, "num_draft_tokens": 3, "nextn": 0, "warm": True}
+    assert gpu[1:] == [{**made, "prefixes": None}]
     # the default of a model with many positions
     target.config = SimpleNamespace(max_position_embeddings=100_000)
     choice.choose(target, None, ENDS, ServeSettings(engine=engine))
+    assert gpu[2].pop("prefixes") is not None
     assert gpu[2:] == [{"context": 32768, "num_draft_tokens": None, "nextn": 0, "warm": True}]
 
 
@@ -165,14 +170,15 @@ def test_the_targets_own_block_drafts_in_the_graph_too(
     target = tiny_ling(dtype=BF16, nextn=True)
     draft = nextn_draft(target, 5)
     assert choice.choose(target, draft, ENDS, ServeSettings(engine="graph")) is not None
-    assert gpu == [{"context": 512, "num_draft_tokens": 5, "nextn": 5, "warm": True}]
+    made = {"context": 512, "num_draft_tokens": 5, "nextn": 5, "warm": True}
+    assert gpu == [{**made, "prefixes": None}]  # it reads every prompt whole
     settings = TargetSettings(path=str(save_tiny_ling(tmp_path / "target")))
     # the block and its cache leave fewer positions than a target alone would have
     plan = MemoryPlan(target.config, None, 300, nextn=True)
     monkeypatch.setattr(choice, "_free", lambda _: plan.total)
     decided = choice.foresee(settings, "nextn:5", ServeSettings())
     assert decided.context == plan.most(plan.total) >= 300
-    alone = choice.foresee(settings, None, ServeSettings()).context
+    alone = choice.foresee(settings, None, ServeSettings(prefix_cache_bytes=0)).context
     assert alone is not None
     assert decided.context < alone
     with pytest.raises(ConfigError, match=r"num_draft_tokens must lie in 1\.\.5 .* got 9"):
@@ -222,7 +228,8 @@ def test_a_plan_is_printed_and_checked_before_loading(
     assert "context 512, 1 of 1 ranks" in said
     assert "packed draft weights" in said
     # less memory, fewer positions; less still, none
-    plan = MemoryPlan(target.config, draft.config, 300)
+    kept = ServeSettings().prefix_cache_bytes
+    plan = MemoryPlan(target.config, draft.config, 300, prefix_cache=kept)
     monkeypatch.setattr(choice, "_free", lambda _: plan.total)
     decided = choice.foresee(settings, str(tmp_path / "draft"), ServeSettings())
     assert decided.context == plan.most(plan.total) >= 300

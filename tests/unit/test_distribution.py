@@ -5,7 +5,7 @@ Target and draft are tables of logits, so that every continuation's probability 
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,13 +161,17 @@ class Table:
 
     length: int = 0
     device = torch.device("cpu")
+    prefill_rows = 512
 
     def new_cache(self, _: object) -> "Table":
         return self
 
-    def prefill(self, _: object, ids: Tensor, **__: Any) -> Rows:
+    def read(self, _: object, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         self.length = len(ids)
-        return Rows(TARGET[self.length, ids[-1:]], ids.new_empty(len(ids), 0))
+        yield ids, ids.new_empty(len(ids), 0)
+
+    def last_logits(self, ids: Tensor) -> Tensor:
+        return TARGET[self.length, ids[-1:]]
 
     def verify(self, _: object, ids: Tensor) -> Rows:
         at = self.length + 1 + torch.arange(len(ids))

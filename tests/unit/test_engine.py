@@ -44,6 +44,7 @@ SCRIPTED = SimpleNamespace(
     eos_ids=frozenset(),
     device=torch.device("cpu"),
     dtype=torch.float32,
+    prefill_rows=512,
     model=None,
 )
 
@@ -118,7 +119,9 @@ def test_zero_new_tokens_are_refused() -> None:
 def reblocked(sizes: list[int]) -> Callable[..., Iterator[Commit]]:
     """The target's own tokens, committed in blocks of these sizes, as a good draft would do."""
 
-    def play(target: Any, draft: Any, ids: Any, decode_params: DecodeParams) -> Iterator[Commit]:
+    def play(
+        target: Any, draft: Any, ids: Any, decode_params: DecodeParams, *_: Any
+    ) -> Iterator[Commit]:
         commits = list(stream(target, None, ids, decode_params))
         tokens = [token for commit in commits for token in commit.token_ids]
         blocks, at = [tokens[:1]], 1
@@ -234,7 +237,7 @@ class Gate:
         self.open = threading.Event()
         self.order: list[int] = []
 
-    def __call__(self, target: Any, draft: Any, ids: Any, _: DecodeParams) -> Iterator[Commit]:
+    def __call__(self, target: Any, draft: Any, ids: Any, *_: Any) -> Iterator[Commit]:
         self.order.append(ids[0])
         yield Commit([65], None, None, 0, 0.001)
         self.begun.set()
@@ -341,7 +344,7 @@ def test_a_deadline_ends_a_waiting_request(start: Any, monkeypatch: pytest.Monke
 
 
 def test_an_exception_fails_its_request_only(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(target: Any, draft: Any, ids: Any, _: DecodeParams) -> Iterator[Commit]:
+    def breaks(target: Any, draft: Any, ids: Any, *_: Any) -> Iterator[Commit]:
         yield Commit([65], None, None, 0, 0.001)
         if ids[0] == 1:
             raise ZeroDivisionError("a bug in a step")

@@ -18,6 +18,7 @@ from dspark.serving.engine import Engine, EngineLost, LocalModel
 from dspark.serving.process import EngineProcess
 from dspark.serving.request import GenerateParams
 from dspark.serving.settings import ServeSettings
+from dspark.target import base
 from tests.unit.scripted import (
     FORK,
     GO_ON,
@@ -69,6 +70,22 @@ def test_another_process_gives_the_same_answers(pair: tuple[Any, Any], temperatu
         assert here.likelihoods == there.likelihoods
         assert here.stats.histogram == there.stats.histogram
         assert (here.text, here.finish_reason) == (there.text, there.finish_reason)
+
+
+def test_a_flush_reaches_the_process(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(base.PREFILL_ROWS, "cpu", 32)
+    local, wanted = LocalModel(*pair), GenerateParams(max_new_tokens=2, sampling=SamplingParams())
+    with EngineProcess(lambda: local, ServeSettings()) as remote:
+        engine = Engine(remote, TOKENIZER)
+        counts = []
+        for flush in (False, True, False):
+            counts.append(engine.generate([65] * 40, wanted).num_cached_tokens)
+            if flush:
+                engine.flush()
+        engine.close()
+    assert counts == [0, 32, 0]
 
 
 def test_the_process_is_never_more_than_two_commits_ahead(

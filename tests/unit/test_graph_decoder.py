@@ -22,6 +22,7 @@ class ScriptedStep:
 
     device = torch.device("cpu")
     context = 64
+    num_reused = 3
 
     def __init__(self, *script: Sequence[int], ends: Done = Done.LENGTH) -> None:
         self.target: Any = SimpleNamespace(max_position_embeddings=512, eos_ids=frozenset({EOS}))
@@ -91,6 +92,7 @@ def test_commits_are_the_steps_records(ends: Done, reason: str) -> None:
     assert [one.token_ids for one in commits] == [[10], [11, 12], [13], [14, 15, 16]]
     assert [one.num_accepted for one in commits] == [0, 1, 0, 2]
     assert [one.num_proposed for one in commits] == [None, 4, 4, 4]
+    assert [one.num_reused for one in commits] == [3, 0, 0, 0]
     assert [one.finish_reason for one in commits] == [None, None, None, reason]
     # from one record to the next by the device's clock
     assert [one.step_s for one in commits[2:]] == pytest.approx([1e-3, 1e-3])

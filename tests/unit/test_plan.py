@@ -1,5 +1,6 @@
 """The memory plan: the same bytes as the tensors that are made, and what fits where."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,13 @@ def test_one_rank_of_four_with_64k_context_fits_a_card_of_141_gb() -> None:
     assert plan.total < 0.6 * CARD
     with pytest.raises(ConfigError, match=r"weights, scratch and reserve alone are .*, none fits"):
         MemoryPlan(FLASH, official_draft(), 65536, 1).check(CARD)
+
+
+def test_what_is_kept_of_prompts_is_planned_for() -> None:
+    plain = MemoryPlan(FLASH, official_draft(), 65536, 4)
+    kept = replace(plain, prefix_cache=10**9)
+    assert kept.parts()["earlier prompts"] == kept.total - plain.total == 10**9
+    assert kept.most(plain.total) < plain.most(plain.total)
 
 
 def test_what_does_not_fit_says_what_would() -> None:

@@ -537,7 +537,9 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(
 def test_an_error_in_a_step_is_a_500_with_an_id_and_the_server_lives_on(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(target: Any, draft: Any, ids: Any, decode: DecodeParams) -> Iterator[Commit]:
+    def breaks(
+        target: Any, draft: Any, ids: Any, decode: DecodeParams, *_: Any
+    ) -> Iterator[Commit]:
         if decode.max_new_tokens == 2:
             yield Commit([65], None, None, 0, 0.01)
         raise ZeroDivisionError("a bug in a step")

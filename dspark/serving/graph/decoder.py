@@ -50,7 +50,8 @@ class GraphDecoder:
         left = min(params.max_new_tokens, step.context - len(prompt_ids)) - 1
         reason = "stop" if first in stop_ids(step.target, params) else None
         reason = reason or ("length" if left == 0 else None)
-        yield Commit([first], reason, None, 0, time.perf_counter() - begun)
+        took = time.perf_counter() - begun
+        yield Commit([first], reason, None, 0, took, num_reused=step.num_reused)
         if reason is not None:
             return
         begun, clock = time.perf_counter(), 0

@@ -18,7 +18,7 @@ from dspark.target.mtp import nextn_latents
 from dspark.target.norm import rms_norm
 from dspark.target.state import LingCache
 
-__all__ = ["fill_context", "fill_nextn", "hand_over"]
+__all__ = ["ArenaContext", "fill_context", "fill_nextn", "hand_over"]
 
 _PIECE = 4096
 
@@ -59,6 +59,40 @@ def fill_context(
             key = rms_norm(both[:, 0], draft.context_k_norms[layer], draft.eps)
             caches.keys[layer, :, here] = rotate(key.transpose(0, 1)[None], rotary)[0]
             caches.values[layer, :, here] = both[:, 1].transpose(0, 1)
+
+
+class ArenaContext:
+    """A draft's context in the arena, from the start of a prompt on."""
+
+    def __init__(self, draft: DraftWeights, caches: Caches, rank: int) -> None:
+        self._draft, self._caches, self._rank = draft, caches, rank
+        self.length = 0
+
+    def extend(self, taps: Tensor) -> None:  # [n, F D] of the whole layers
+        """Append what the taps of the next ``n`` positions come to."""
+        width = self._draft.fc.shape[1]
+        mine = taps[:, self._rank * width : (self._rank + 1) * width]
+        fill_context(self._draft, self._caches, mine, self.length)
+        self.length += len(taps)
+
+    def written(self, start: int) -> dict[int, tuple[Tensor, ...]]:
+        """By layer, views of the keys and values [J, n, X] from position ``start`` on."""
+        keys, values = self._both()
+        rows = slice(start, self.length)
+        return {layer: (keys[layer, :, rows], values[layer, :, rows]) for layer in range(len(keys))}
+
+    def restore(self, written: dict[int, tuple[Tensor, ...]], rows: int) -> None:
+        """Append what `written` gave of ``rows`` positions."""
+        here = slice(self.length, self.length + rows)
+        for store, index in zip(self._both(), (0, 1), strict=True):
+            for layer, held in written.items():
+                store[layer, :, here] = held[index]
+        self.length += rows
+
+    def _both(self) -> tuple[Tensor, Tensor]:
+        assert self._caches.keys is not None
+        assert self._caches.values is not None
+        return self._caches.keys, self._caches.values
 
 
 def fill_nextn(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.decoding import DecodeParams, SamplingParams, draft_limit
+from dspark.decoding import DecodeParams, PrefixCache, SamplingParams, draft_limit, read_prompt
 from dspark.decoding.loop import stop_ids
 from dspark.decoding.proposer import MAX_PROPOSALS
 from dspark.decoding.sampling import pick
@@ -26,7 +26,7 @@ from dspark.kernels.filter_floor import FilterScratch, filter_floor
 from dspark.serving.graph.arena import MOST_SCHEDULE, Arena, Caches
 from dspark.serving.graph.draft_body import DraftBody
 from dspark.serving.graph.nextn_body import NextNBody
-from dspark.serving.graph.prompt import fill_context, fill_nextn, hand_over
+from dspark.serving.graph.prompt import ArenaContext, fill_nextn, hand_over
 from dspark.serving.graph.target_body import TargetBody
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import (
@@ -68,6 +68,8 @@ class GraphStep:
         num_draft_tokens: proposals a round; None: `draft_limit`'s default.
         embedding: the whole embedding table, where ``target`` is one rank of several.
         nextn: proposals a round of the model's own NEXTN block, instead of a draft; 0: none.
+        prefixes: prompts that were read, for those that begin alike; not used with a NEXTN block,
+            which needs the last hidden states of all of a prompt.
 
     Raises:
         ConfigError: the kernels cannot run these models, or a setting is out of range.
@@ -83,6 +85,7 @@ class GraphStep:
         embedding: Tensor | None = None,
         tuning: Tuning | None = None,
         nextn: int = 0,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         if reason := unsupported(target.model, draft):
             raise ConfigError(f"the graph engine cannot run this: {reason}")
@@ -129,6 +132,9 @@ class GraphStep:
         """Whether the running request filters what it samples, for which there is a graph more."""
         self.request = 0
         self.launched = 0
+        self._prefixes = prefixes
+        self.num_reused = 0
+        """Tokens of the last prompt that were not read again."""
 
     @property
     def device(self) -> torch.device:
@@ -146,19 +152,23 @@ class GraphStep:
             raise ConfigError(f"at most {STOP_IDS} stop ids are possible, got {len(stops)}")
         cache = self.target.new_cache(self.draft.layer_ids if self.draft else ())
         prompt = torch.tensor(prompt_ids, dtype=torch.int64, device=self.device)
-        rows = self.target.prefill(cache, prompt, keep_hidden=self.nextn is not None)
-        where = torch.tensor([cache.length], device=self.device)
-        first = int(pick(rows.logits, params.sampling, where)[0])
-        hand_over(cache, self.caches)
-        if self.draft is not None:
-            width = self.draft.fc.shape[1]
-            rank = self.target.model.rank
-            fill_context(self.draft, self.caches, rows.taps[:, rank * width : (rank + 1) * width])
         if self.nextn is not None:
+            rows = self.target.prefill(cache, prompt, keep_hidden=True)
             assert rows.hidden is not None
             fill_nextn(self.target.model, self.caches, rows.hidden, prompt)
             # the last token waits for the one behind it: it is the row that the first step reads
             self.arena.normed[0] = rows.hidden[-1]
+            logits = rows.logits
+        else:
+            context = None
+            if self.draft is not None:
+                context = ArenaContext(self.draft, self.caches, self.target.model.rank)
+            logits, self.num_reused = read_prompt(
+                self.target, cache, prompt, context, self._prefixes
+            )
+        where = torch.tensor([cache.length], device=self.device)
+        first = int(pick(logits, params.sampling, where)[0])
+        hand_over(cache, self.caches)
         left = min(params.max_new_tokens, self.context - len(prompt_ids)) - 1
         self.set_state(cursor=cache.length, anchor=first, left=left, params=params, stops=stops)
         return first
