@@ -10,13 +10,14 @@ Symbols: S positions, n proposals, F tapped layers, D hidden.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from dspark.decoding.logprobs import Logprob, logprobs_of
 from dspark.decoding.nextn import NextNDraft, NextNProposer
-from dspark.decoding.prefix import PrefixCache, read_prompt
+from dspark.decoding.prefix import PrefixCache, PromptContext, read_prompt
 from dspark.decoding.proposer import BlockProposer, Proposer, draft_limit
 from dspark.decoding.rejection import draw, judge
 from dspark.decoding.sampling import SamplingParams, filter_logits, pick
@@ -107,7 +108,8 @@ class ReferenceStep:
             rows = self.target.prefill(self._cache, prompt_ids, keep_hidden=True)
             logits, hidden = rows.logits, self._features(rows)
         else:
-            context = self._proposer if isinstance(self._proposer, BlockProposer) else None
+            # any other proposer is one of blocks
+            context = cast(PromptContext | None, self._proposer)
             logits, self.num_reused = read_prompt(
                 self.target, self._cache, prompt_ids, context, self._prefixes
             )

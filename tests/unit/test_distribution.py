@@ -188,7 +188,7 @@ class TableProposer:
         self.target, self.sampling = target, sampling
         self.proposal_p: list[Tensor] | None = []
 
-    def extend(self, features: Tensor, next_ids: Tensor) -> None:
+    def extend(self, features: Tensor, next_ids: Tensor | None = None) -> None:
         pass
 
     def propose(self, anchor: Tensor, most: int) -> Tensor:

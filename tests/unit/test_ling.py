@@ -208,7 +208,7 @@ class Scripted:
         self.read = 0
         self.proposal_p: list[Tensor] | None = None
 
-    def extend(self, taps: Tensor, next_ids: Tensor) -> None:
+    def extend(self, taps: Tensor, next_ids: Tensor | None = None) -> None:
         self.read += len(taps)
 
     def propose(self, anchor: Tensor, most: int) -> Tensor:
