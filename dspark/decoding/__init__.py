@@ -7,7 +7,13 @@ from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request
 from dspark.decoding.nextn import NextNDraft, nextn_draft, nextn_proposals
 from dspark.decoding.plain import decode_plain
 from dspark.decoding.proposer import draft_limit
-from dspark.decoding.reference_step import Draft, ReferenceStep, StepResult, proposal_limit
+from dspark.decoding.reference_step import (
+    Draft,
+    ReferenceStep,
+    StepResult,
+    Verification,
+    proposal_limit,
+)
 from dspark.decoding.replay import replay
 from dspark.decoding.sampling import SamplingParams
 
@@ -23,6 +29,7 @@ __all__ = [
     "ReferenceStep",
     "SamplingParams",
     "StepResult",
+    "Verification",
     "check_request",
     "decode",
     "decode_plain",

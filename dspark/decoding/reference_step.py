@@ -9,11 +9,13 @@ anchor, the token at position s, which is emitted but not yet consumed by either
 Symbols: S positions, n proposals, F tapped layers, D hidden.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dspark.decoding.block_verification import judge_block, of_round
 from dspark.decoding.logprobs import Logprob, logprobs_of
 from dspark.decoding.nextn import NextNDraft, NextNProposer
 from dspark.decoding.proposer import BlockProposer, Proposer, draft_limit
@@ -22,9 +24,14 @@ from dspark.decoding.sampling import SamplingParams, filter_logits, pick
 from dspark.draft import DSparkDraftModel
 from dspark.target import Rows, Target
 
-__all__ = ["Draft", "ReferenceStep", "StepResult", "proposal_limit"]
+__all__ = ["Draft", "ReferenceStep", "StepResult", "Verification", "proposal_limit"]
 
 Draft = DSparkDraftModel | NextNDraft
+
+Verification = Literal["coupled", "rejection", "block"]
+"""How sampled proposals are judged: by the noise that drew them (`sampling`), or by `rejection` or
+`block_verification`, whose output is another one than without the draft, of the same distribution.
+Greedily all are one."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +50,11 @@ def proposal_limit(draft: Draft, num_draft_tokens: int | None, threshold: float 
         num_draft_tokens = draft.block_size
     return draft_limit(draft.block_size, num_draft_tokens, threshold)
 
-    @torch.no_grad()
-    def confidence_logits(self, anchor: Tensor, proposals: Tensor) -> Tensor | None:
-        """The confidence head's logits [n] behind what `propose` just gave; None without one."""
-        draft, head = self.draft, self.draft.markov_head
-        if self._hidden is None:
-            return None
-        before = torch.cat([anchor[None], proposals])[: len(proposals)]
-        embedding = None if head is None else head.embed(before)
-        return draft.confidence_logits(self._hidden[: len(proposals)], embedding)
-
 
 class ReferenceStep:
     """Decoding state of one sequence. Without a draft every round is one target step.
 
     ``top_logprobs``: keep `logprobs` of the tokens, with so many alternatives; None: don't.
-    ``rejection``: judge sampled proposals by `decoding.rejection` instead of coupled noise.
-
     Raises:
         ConfigError: `draft_limit` refuses the settings.
     """
@@ -73,7 +68,7 @@ class ReferenceStep:
         num_draft_tokens: int | None = None,
         confidence_threshold: float = 0.0,
         top_logprobs: int | None = None,
-        rejection: bool = False,
+        verification: Verification = "coupled",
     ) -> None:
         self.target = target
         self.params = params
@@ -92,8 +87,8 @@ class ReferenceStep:
         elif draft is not None:
             self._proposer = BlockProposer(draft, params, threshold=confidence_threshold)
             layer_ids = draft.layer_ids
-        self._rejection = rejection and not params.greedy
-        if self._proposer is not None and self._rejection:
+        self._rule: Verification = "coupled" if params.greedy else verification
+        if self._proposer is not None and self._rule != "coupled":
             self._proposer.proposal_p = []
         self._cache = target.new_cache(layer_ids)
         self._anchor = torch.zeros((), dtype=torch.int64, device=target.device)
@@ -126,6 +121,7 @@ class ReferenceStep:
         """Up to ``most`` proposals [n] for the positions behind the anchor."""
         if self._proposer is None:
             return self._anchor.new_empty(0)
+        self._proposer.params = self._params_of_round()
         return self._proposer.propose(self._anchor, most)
 
     @torch.no_grad()
@@ -139,13 +135,19 @@ class ReferenceStep:
         return self._choose(rows.logits, proposals, positions), self._features(rows)
 
     def _choose(self, logits: Tensor, proposals: Tensor, positions: Tensor) -> Tensor:
-        if self._proposer is None or not self._rejection:
+        if self._proposer is None or self._rule == "coupled":
             return pick(logits, self.params, positions)
-        uniform, noise = draw(self.params.seed, positions, logits.shape[-1])
+        uniform, noise = draw(self._params_of_round().seed, positions, logits.shape[-1])
         target_p = filter_logits(logits, self.params).softmax(-1)
         drawn = self._proposer.proposal_p
         draft_p = torch.stack(drawn) if drawn else target_p[:0]
-        return judge(target_p, draft_p, proposals, uniform, noise)
+        rule = judge_block if self._rule == "block" else judge
+        return rule(target_p, draft_p, proposals, uniform, noise)
+
+    def _params_of_round(self) -> SamplingParams:
+        if self._rule != "block":
+            return self.params
+        return replace(self.params, seed=int(of_round(self.params.seed, self.position)))
 
     def _features(self, rows: Rows) -> Tensor:
         if not self._of_hidden:
