@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
-from dspark.cli import corpus, distill, models, serve
+from dspark.cli import corpus, distill, evaluate, models, serve
 from dspark.cli.common import set_up
 from dspark.errors import DSparkError, unwritable, wanted
 
@@ -33,6 +33,7 @@ app = typer.Typer(
 )
 corpus.register(app)
 distill.register(app)
+evaluate.register(app)
 serve.register(app)
 models.register(app)
 

@@ -1,7 +1,7 @@
 """Decoding one prompt with target and draft: the very loop that training, evaluation, export
 check and server share."""
 
-from dspark.decoding.calibration import Outcomes, fit_temperatures, measures
+from dspark.decoding.calibration import Outcomes, fit_temperatures, measures, reliability
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
 from dspark.decoding.nextn import NextNDraft, nextn_draft, nextn_proposals
@@ -39,6 +39,7 @@ __all__ = [
     "nextn_draft",
     "nextn_proposals",
     "proposal_limit",
+    "reliability",
     "replay",
     "stream",
 ]
