@@ -86,7 +86,15 @@ def print_comparison(
 def _parts(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Figures by set, and pooled where there are several."""
     sets = dict(report["sets"])
-    return {**sets, "all, pooled": report} if len(sets) > 1 else sets
+    if len(sets) == 1:
+        return sets
+    # the report's own word covers the check at the other kind of sampling too
+    pooled = {**report, "lossless": None} if _in_distribution(report) else report
+    return {**sets, "all, pooled": pooled}
+
+
+def _in_distribution(report: Mapping[str, Any]) -> bool:
+    return any(figures["lossless"] is None for figures in report["sets"].values())
 
 
 def _print_intervals(reports: Mapping[str, Mapping[str, Any]], stream: TextIO) -> None:
@@ -198,7 +206,7 @@ def _same(figures: Mapping[str, Any]) -> bool | str:
 
 def _verdicts(report: Mapping[str, Any]) -> list[str]:
     said = [f"{mode}: {_verdict(one)}" for mode, one in report["lossless_checks"].items()]
-    if report["lossless"] is None or _same(report) == "in distribution":
+    if _in_distribution(report):
         rule = report["settings"]["verification"]
         said.append(
             f"sampled, {rule} verification: lossless in distribution, not seed by seed: there are "

@@ -44,8 +44,16 @@ def test_every_headline_figure_has_an_interval_around_it() -> None:
 
 
 def test_prompts_that_are_all_alike_leave_no_doubt() -> None:
-    low, high = intervals([run(1, 1)] * 5)["speedup"] or (0.0, 0.0)
-    assert (low, high) == pytest.approx((2.0, 2.0))
+    exact = {
+        "accept_length": 3.0,
+        "accepted_drafts": 2.0,
+        "accept_length_macro": 3.0,
+        "full_block_rate": 0.5,
+        "tpot_ms": 1000 * 0.2 / 6,
+        "speedup": 3.0,
+    }
+    for name, found in intervals([run(4, 0)] * 5).items():
+        assert found == pytest.approx((exact[name], exact[name])), name
 
 
 def test_sets_count_alike_however_long_they_are() -> None:
