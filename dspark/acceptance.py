@@ -11,6 +11,7 @@ Symbols: B batch, A anchors, K slots of a block.
 - ``survival[k]``: share of the rounds that proposed slot k in which slots 0..k were all kept.
 - ``accept_rate[k]``: share of the rounds that reached slot k (slots 0..k-1 kept) in which slot k
   was kept too: conditional.
+- ``full_block_rate``: share of the rounds that proposed the last slot which kept all slots.
 - ``verify_rate``: emitted / (proposed + rounds).
 
 In training the same two names are the teacher-forced expectations from ``alpha``, the overlap
@@ -114,6 +115,10 @@ class AcceptStats:
     @property
     def accept_rate(self) -> list[float]:
         return [k / r if r else 0.0 for k, r in zip(self.kept_at, self.reached_at, strict=True)]
+
+    @property
+    def full_block_rate(self) -> float:
+        return self.survival[-1] if self.block_size else 0.0
 
     @property
     def verify_rate(self) -> float:

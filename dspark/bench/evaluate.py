@@ -2,10 +2,8 @@
 
 Acceptance figures are those of `dspark.acceptance`. Beside them, per set and pooled:
 
-- ``interval``: 95% percentile bootstrap of ``accept_length``. Prompts are resampled, each with its
-  emitted tokens and its rounds together, and the ratio of the two sums is taken (1,000 times,
-  seeded), because rounds of one prompt are not independent.
-- ``accept_length_macro``: mean of the prompts' own accept lengths.
+- ``interval``, ``intervals``: 95%, as `bench.bootstrap` takes them.
+- ``accept_length_macro``: mean of the prompts' own accept lengths. ``over_sets``: of the sets'.
 - ``tpot_ms``: mean over prompts with more than one new token of (last - first) / (tokens - 1), as
   `sglang.bench_serving` defines it, here without HTTP. ``tpot_ms_plain``: the same loop without a
   draft on the same prompts, over the first ``plain_tokens`` tokens of each; in turns, so that a
@@ -13,20 +11,24 @@ Acceptance figures are those of `dspark.acceptance`. Beside them, per set and po
 - ``tokens_per_s``: new tokens / (prefill + decode time), with the draft.
 - ``confidence``, of all prompts together: how far the draft's confidence head can be believed, as
   `decoding.calibration` defines it, ``before`` as the head has it and ``after`` with the
-  checkpoint's temperatures (None without any). Told by replays, which no time above counts.
-- ``lossless``: every prompt's token ids are equal with and without the draft, to their ends.
+  checkpoint's temperatures (None without any). Told by replays, which no time above counts, and
+  which know the tokens of coupled noise only.
+- ``lossless``: every prompt's token ids are equal with and without the draft, to their ends. None
+  where sampled proposals are judged by rejection or as a block: that keeps the distribution, not
+  the tokens of a seed.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from dspark.acceptance import AcceptStats, macro_accept_length, pooled
-from dspark.bench.lossless import Comparison, compare, first_difference, seeded
+from dspark.acceptance import macro_accept_length, pooled
+from dspark.bench.bootstrap import bootstrap_interval, intervals, over_sets, time_per_token_ms
+from dspark.bench.lossless import Comparison, Difference, first_difference
+from dspark.bench.prompt_runs import comparable, decode_all
+from dspark.bench.records import Pages, PromptRun
 from dspark.config import EvalSettings
 from dspark.corpus.chat import generation_prompt_ids
 from dspark.corpus.rejects import Reason, Rejects, RowError
@@ -37,21 +39,17 @@ from dspark.decoding import (
     NextNDraft,
     Outcomes,
     SamplingParams,
-    decode,
-    decode_plain,
+    Verification,
     measures,
     proposal_limit,
-    replay,
+    reliability,
 )
 from dspark.errors import DataError
-from dspark.progress import Bar, track
 from dspark.target import Target
 
 __all__ = [
     "EvalReport",
     "Prompt",
-    "PromptRun",
-    "bootstrap_interval",
     "encode_sets",
     "evaluate",
     "evaluate_all",
@@ -64,25 +62,6 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
 
-_RESAMPLES = 1000
-_WARMUP_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class PromptRun:
-    """One prompt, decoded with the draft and without."""
-
-    drafted: Completion
-    plain: list[int]
-    """Token ids without the draft."""
-    plain_timed: Completion
-    """The first of them once more, step by step."""
-
-    @property
-    def lossless(self) -> bool:
-        timed = self.plain_timed.token_ids
-        return self.drafted.token_ids == self.plain and timed == self.plain[: len(timed)]
-
 
 @dataclass(frozen=True)
 class EvalReport:
@@ -91,7 +70,8 @@ class EvalReport:
     sets: dict[str, dict[str, Any]]
     pooled: dict[str, Any]
     lossless: dict[str, Comparison]
-    """`greedy` and `sampled`: one over all prompts, the other over the first of them."""
+    """`greedy` and `sampled`: one over all prompts, the other over the first of them; what need not
+    be equal is missing."""
     rejects: Rejects
     """Prompts that were not decoded: the template refused them, or the context has no room."""
     settings: dict[str, Any]
@@ -104,9 +84,10 @@ class EvalReport:
         """As one JSON object; the pooled figures stand at the top level."""
         return {
             **self.pooled,
-            "lossless": all(one.equal for one in self.lossless.values()),
+            "lossless": all(one.equal for one in self.lossless.values()) if self.lossless else None,
             "lossless_checks": {name: one.summary() for name, one in self.lossless.items()},
             "sets": self.sets,
+            "over_sets": over_sets(self.runs, seed=self.settings["seed"]),
             "rejects": self.rejects.to_dict(),
             "settings": self.settings,
         }
@@ -134,7 +115,9 @@ def evaluate_all(
     num_draft_tokens: int | None = None,
     confidence_threshold: float = 0.0,
     thinking: bool | None = None,
+    verification: Verification = "coupled",
     other_mode_prompts: int = 16,
+    pages: Pages | None = None,
 ) -> dict[str, EvalReport]:
     """Decode the first ``settings.limit`` prompts of each set; the report of each draft.
 
@@ -149,6 +132,7 @@ def evaluate_all(
         other_mode_prompts: prompts over which losslessness is checked at the other kind of
             sampling too (greedy if the run samples, sampled at temperature 1 if it is greedy),
             64 new tokens at most.
+        pages: prompts that are finished already, and where the others go.
 
     Raises:
         DataError: a set has no prompt that can be decoded.
@@ -167,9 +151,11 @@ def evaluate_all(
         ),
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
+        verification=verification,
     )
-    everyones = _decode_all(target, drafts, encoded, params, settings.plain_tokens)
-    prompts = [ids for one in encoded.values() for ids in one]
+    everyones = decode_all(
+        target, drafts, encoded, params, settings.plain_tokens, other_mode_prompts, pages or Pages()
+    )
     reports = {}
     for name, runs in everyones.items():
         every = [run for one in runs.values() for run in one]
@@ -180,21 +166,21 @@ def evaluate_all(
                 "weights are read with another meaning than they were trained",
                 counts.proposed,
             )
-        draft = drafts[name]
         reports[name] = EvalReport(
             sets={part: figures(one, seed=settings.seed) for part, one in runs.items()},
             pooled={
                 **figures(every, seed=settings.seed),
-                "confidence": _confidence(target, draft, prompts, every, params),
+                "confidence": _confidence(drafts[name], every),
             },
-            lossless=_lossless(target, draft, prompts[:other_mode_prompts], params, every),
+            lossless=_lossless(params, every),
             rejects=rejects,
             settings={
                 **settings.model_dump(mode="json", exclude={"prompts"}),
-                "block_size": draft.block_size,
+                "block_size": drafts[name].block_size,
                 "num_draft_tokens": most[name],
                 "confidence_threshold": confidence_threshold,
                 "thinking": thinking,
+                "verification": verification,
             },
             prompt_ids={part: [list(ids) for ids in one] for part, one in encoded.items()},
             runs=runs,
@@ -246,89 +232,37 @@ def _encode(target: Target, tokenizer: Any, prompt: Prompt, thinking: bool | Non
     return ids
 
 
-def _decode_all(
-    target: Target,
-    drafts: Mapping[str, Draft],
-    encoded: Mapping[str, Sequence[Sequence[int]]],
-    params: DecodeParams,
-    plain_tokens: int,
-) -> dict[str, dict[str, list[PromptRun]]]:
-    """By draft, and by set."""
-    prompts = [(name, ids) for name, one in encoded.items() for ids in one]
-    seeds = [seeded(params, index) for index in range(len(prompts))]
-    plain = decode_plain(target, [ids for _, ids in prompts], seeds)
-    contenders: list[tuple[str | None, Draft | None]] = [*drafts.items(), (None, None)]
-    # the first decode pays for allocations and thread start-up
-    for _, one in contenders:
-        decode(target, one, prompts[0][1], replace(params, max_new_tokens=_WARMUP_TOKENS))
-    runs: dict[str, dict[str, list[PromptRun]]] = {
-        draft: {name: [] for name in encoded} for draft in drafts
-    }
-    with Bar("evaluate", len(prompts)) as bar:
-        for index, ((name, ids), known, mine) in enumerate(zip(prompts, plain, seeds, strict=True)):
-            short = replace(mine, max_new_tokens=min(plain_tokens, mine.max_new_tokens))
-            # whoever goes second finds warm caches: take turns
-            first = index % len(contenders)
-            done = {
-                who: decode(target, one, ids, short if one is None else mine)
-                for who, one in contenders[first:] + contenders[:first]
-            }
-            for draft, sets in runs.items():
-                sets[name].append(PromptRun(done[draft], known, done[None]))
-            bar.advance(set=name)
-    return runs
-
-
-def _confidence(
-    target: Target,
-    draft: Draft,
-    prompts: Sequence[Sequence[int]],
-    runs: Sequence[PromptRun],
-    params: DecodeParams,
-) -> dict[str, Any] | None:
-    """None without a confidence head, or a round that shows it."""
-    if isinstance(draft, NextNDraft) or draft.confidence_head is None:
-        return None
-    rounds: list[Outcomes] = []
-    pairs = list(zip(prompts, runs, strict=True))
-    for index, (ids, run) in enumerate(track(pairs, "confidence", len(pairs))):
-        mine = replace(seeded(params, index), confidence_threshold=0.0)
-        replay(target, draft, ids, run.drafted.token_ids, mine, outcomes=rounds)
-    if not rounds:
+def _confidence(draft: Draft, runs: Sequence[PromptRun]) -> dict[str, Any] | None:
+    rounds = [run.outcomes for run in runs if run.outcomes is not None]
+    if isinstance(draft, NextNDraft) or not rounds:
         return None
     whole, temperatures = Outcomes.together(rounds), draft.config.sts_temperatures
-    return {
-        "before": measures(whole),
-        "after": measures(whole, temperatures) if temperatures else None,
-    }
+    told: dict[str, Any] = {"before": measures(whole), "after": None}
+    told["reliability"] = {"before": reliability(whole), "after": None}
+    if temperatures:
+        told["after"] = measures(whole, temperatures)
+        told["reliability"]["after"] = reliability(whole, temperatures)
+    return told
 
 
-def _lossless(
-    target: Target,
-    draft: Draft,
-    prompts: Sequence[Sequence[int]],
-    params: DecodeParams,
-    runs: Sequence[PromptRun],
-) -> dict[str, Comparison]:
-    differences = (
-        first_difference(run.drafted.token_ids, run.plain, index) for index, run in enumerate(runs)
-    )
-    mine = Comparison(
-        len(runs),
-        sum(len(run.plain) for run in runs),
-        tuple(one for one in differences if one is not None),
-    )
-    greedy = params.sampling.temperature == 0
-    if not prompts:
-        return {"greedy" if greedy else "sampled": mine}
-    sampling = SamplingParams(temperature=1.0 if greedy else 0.0, seed=params.sampling.seed)
-    other = compare(
-        target,
-        draft,
-        prompts,
-        replace(params, max_new_tokens=min(64, params.max_new_tokens), sampling=sampling),
-    )
-    return {"greedy": mine, "sampled": other} if greedy else {"greedy": other, "sampled": mine}
+def _lossless(params: DecodeParams, runs: Sequence[PromptRun]) -> dict[str, Comparison]:
+    found = {}
+    mine, other = ("greedy", "sampled") if params.sampling.greedy else ("sampled", "greedy")
+    if comparable(params):
+        found[mine] = _comparison(
+            [
+                (len(run.plain), first_difference(run.drafted.token_ids, run.plain, index))
+                for index, run in enumerate(runs)
+            ]
+        )
+    if beside := [run.other for run in runs if run.other is not None]:
+        found[other] = _comparison(beside)
+    return {kind: found[kind] for kind in ("greedy", "sampled") if kind in found}
+
+
+def _comparison(told: Sequence[tuple[int, Difference | None]]) -> Comparison:
+    differences = tuple(one for _, one in told if one is not None)
+    return Comparison(len(told), sum(tokens for tokens, _ in told), differences)
 
 
 def figures(runs: Sequence[PromptRun], *, seed: int = 0) -> dict[str, Any]:
@@ -343,38 +277,20 @@ def figures(runs: Sequence[PromptRun], *, seed: int = 0) -> dict[str, Any]:
         "num_prompts": len(runs),
         "num_tokens": tokens,
         **total.summary(),
+        "full_block_rate": total.full_block_rate,
         "interval": bootstrap_interval(stats, seed=seed),
+        "intervals": intervals(runs, seed=seed),
         "accept_length_macro": macro_accept_length(stats),
         "tpot_ms": fast,
         "tpot_ms_plain": plain,
         "speedup": plain / fast if fast and plain else None,
         "tokens_per_s": tokens / seconds if seconds else None,
-        "lossless": all(run.lossless for run in runs),
+        "lossless": all(run.lossless for run in runs) if all(run.plain for run in runs) else None,
         "finished_by_stop": sum(run.drafted.finish_reason == "stop" for run in runs),
     }
 
 
 def tpot_ms(completions: Sequence[Completion]) -> float | None:
     """Mean milliseconds per token after the first; None if no completion has a second token."""
-    each = [
-        1000.0 * one.decode_s / (len(one.token_ids) - 1)
-        for one in completions
-        if len(one.token_ids) > 1
-    ]
+    each = [time for one in completions if (time := time_per_token_ms(one)) is not None]
     return fmean(each) if each else None
-
-
-def bootstrap_interval(
-    stats: Sequence[AcceptStats], *, seed: int = 0, resamples: int = _RESAMPLES
-) -> tuple[float, float] | None:
-    """95% percentile interval of the pooled accept length; None for fewer than two prompts."""
-    counts = torch.tensor(
-        [(one.emitted, one.rounds) for one in stats if one.rounds], dtype=torch.float64
-    ).reshape(-1, 2)
-    if len(counts) < 2:
-        return None
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(counts), (resamples, len(counts)), generator=generator)
-    sums = counts[picks].sum(1)
-    low, high = torch.quantile(sums[:, 0] / sums[:, 1], torch.tensor([0.025, 0.975]).double())
-    return float(low), float(high)

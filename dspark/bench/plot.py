@@ -1,7 +1,7 @@
-"""Pictures: of a demo (training curves, acceptance, latency) and of a serving benchmark."""
+"""Pictures: of a demo (training curves, acceptance, latency), an evaluation and serving."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from dspark.bench.evaluate import EvalReport
 from dspark.bench.serving_report import ServingReport
 from dspark.errors import MissingPackageError
 
-__all__ = ["plot_demo", "plot_serving"]
+__all__ = ["check_plots", "plot_demo", "plot_evaluation", "plot_serving"]
 
 
 def plot_demo(path: Path, runs: Sequence[Path], evaluation: EvalReport) -> None:
@@ -49,6 +49,57 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def plot_evaluation(path: Path, reports: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write a PNG to ``path``: accept lengths, kept slots, and how far confidence can be believed.
+
+    ``reports``: `EvalReport.summary` by what it is called in the legend.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
+    figure, ((lengths, conditional), (survival, trust)) = pyplot.subplots(2, 2, figsize=(14, 10))
+    for place, (name, report) in enumerate(reports.items()):
+        color = f"C{place}"
+        sets = {**report["sets"], "pooled": report}
+        for row, one in enumerate(sets.values()):
+            at = row + 0.8 * (place + 0.5) / len(reports) - 0.4
+            low, high = one["interval"] or [one["accept_length"]] * 2
+            lengths.plot([low, high], [at, at], color=color)
+            lengths.plot([one["accept_length"]], [at], color=color, marker="o")
+        lengths.set_yticks(range(len(sets)), list(sets))
+        conditional.plot(report["accept_rate"], color=color, marker="o", label=name)
+        survival.plot(report["survival"], color=color, marker="o", label=name)
+        for when, line in (("before", "--"), ("after", "-")):
+            bins = ((report.get("confidence") or {}).get("reliability") or {}).get(when)
+            if bins:
+                label = f"{name}, {'as it is' if when == 'before' else 'with temperatures'}"
+                _, chances, shares = zip(*bins["survival"], strict=True)
+                trust.plot(chances, shares, line, color=color, marker=".", label=label)
+    lengths.invert_yaxis()
+    lengths.set(title="accept length, 95% interval", xlabel="tokens a round")
+    conditional.set(title="kept, given the slots before", xlabel="slot", ylim=(0, 1))
+    survival.set(title="slots 0..k all kept", xlabel="slot k", ylim=(0, 1))
+    trust.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+    trust.set(
+        title="reliability of the confidence head", xlabel="survival foretold", ylabel="share kept"
+    )
+    for one in (conditional, survival, trust):
+        one.legend(*one.get_legend_handles_labels(), fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def check_plots() -> None:
+    """Refuse to begin what could not be drawn in the end.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    _pyplot()
+
+
 def plot_serving(path: Path, report: ServingReport, base: ServingReport | None = None) -> None:
     """Write a PNG to ``path``: steps by tokens, acceptance by slot, TPOT of each request.
 
@@ -82,9 +133,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise MissingPackageError(
-            "report.png needs matplotlib: pip install 'dspark[demo]'"
-        ) from None
+        raise MissingPackageError("a PNG needs matplotlib: pip install 'dspark[demo]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

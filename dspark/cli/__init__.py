@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
-from dspark.cli import corpus, distill, hub, models, serve
+from dspark.cli import corpus, distill, evaluate, hub, models, serve
 from dspark.cli.common import set_up
 from dspark.errors import DSparkError, unwritable, wanted
 
@@ -34,6 +34,7 @@ app = typer.Typer(
 corpus.register(app)
 distill.register(app)
 hub.register(app)
+evaluate.register(app)
 serve.register(app)
 models.register(app)
 

@@ -1,11 +1,11 @@
-"""`dspark train`, `export`, `convert` and `eval`."""
+"""`dspark train`, `export` and `convert`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from dspark.cli.common import ConfigFile, Dtype, Json, Overrides, finish, override, read_config
+from dspark.cli.common import Dtype, Json, finish, override, read_config
 
 __all__ = ["Format", "register"]
 
@@ -142,92 +142,6 @@ def _convert(
     finish(record, as_json)
 
 
-def _eval(
-    draft: Annotated[
-        list[str],
-        typer.Option(
-            help="Exported draft, or nextn:N, the target's own NEXTN block with N proposals a "
-            "round. Several times: all on the same prompts."
-        ),
-    ],
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    target: Annotated[str | None, typer.Option(help="Directory, hub id or known name.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
-    prompts: Annotated[list[str] | None, typer.Option(help="Files, globs or hub ids.")] = None,
-    limit: Annotated[int | None, typer.Option(help="First N prompts of each set.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Output limit.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus mass.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling noise.")] = None,
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Proposals a round.")] = None,
-    confidence_threshold: Annotated[float, typer.Option(help="0 never cuts a block.")] = 0.0,
-    as_json: Json = False,
-) -> None:
-    """Accept length of drafts on prompt sets, beside plain decoding, and whether it is lossless.
-
-    Example: dspark eval --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block8
-    --prompts data/prompts/heldout.jsonl --limit 8
-    """
-    from dspark.bench.evaluate import evaluate_all
-    from dspark.bench.prompt_sets import read_sets
-    from dspark.bench.report import environment, print_comparison, print_evaluation
-    from dspark.corpus.chat import check_template
-    from dspark.decoding import nextn_draft, nextn_proposals
-    from dspark.errors import ConfigError
-    from dspark.export.load import load_draft
-    from dspark.export.template import warn_of_another
-    from dspark.export.tensors import weights_sha256
-    from dspark.target import load, load_tokenizer
-
-    settings = read_config(
-        config,
-        overrides,
-        override("target.path", target),
-        override("target.dtype", dtype),
-        override("eval.prompts", prompts),
-        override("eval.limit", limit),
-        override("eval.max_new_tokens", max_new_tokens),
-        override("eval.temperature", temperature),
-        override("eval.top_p", top_p),
-        override("eval.seed", seed),
-    )
-    sets = read_sets(settings.eval.prompts)
-    depths = {name: nextn_proposals(name) for name in draft}
-    if len(depths) < len(draft):
-        raise ConfigError(f"--draft was given twice for one draft: {', '.join(draft)}")
-    tokenizer = load_tokenizer(settings.target)
-    check_template(tokenizer)
-    for name in (name for name, depth in depths.items() if depth is None):
-        warn_of_another(name, tokenizer)
-    loaded = load(settings.target, nextn=any(depths.values()))
-    reports = evaluate_all(
-        loaded,
-        {
-            name: load_draft(name, target=loaded) if depth is None else nextn_draft(loaded, depth)
-            for name, depth in depths.items()
-        },
-        tokenizer,
-        sets,
-        settings.eval,
-        num_draft_tokens=num_draft_tokens,
-        confidence_threshold=confidence_threshold,
-    )
-    found = {name: report.summary() for name, report in reports.items()}
-    if len(found) == 1:
-        print_evaluation(found[draft[0]])
-    else:
-        print_comparison(found)
-    if as_json:
-        known = {
-            name: {} if nextn_proposals(name) else {"draft_sha256": weights_sha256(Path(name))}
-            for name in draft
-        }
-        full = {name: {**known[name], **one} for name, one in found.items()}
-        shown = {"draft": draft[0], **full[draft[0]]} if len(full) == 1 else {"drafts": full}
-        finish({"target": loaded.name, **shown, "environment": environment()}, as_json)
-
-
 def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     app.command(
@@ -237,4 +151,3 @@ def register(app: typer.Typer) -> None:
     )(_train)
     app.command("export")(_export)
     app.command("convert")(_convert)
-    app.command("eval")(_eval)

@@ -267,5 +267,6 @@ def _hub(source: str) -> Iterator[tuple[int, Any]]:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"'{hub.name}' is no file or folder here, and as a data set of the hub "
-            f"(split {hub.split}) it cannot be read: {first}"
+            f"(split {hub.split}) it cannot be read: {first}; without a network, give a file of "
+            'its prompts, one {"text": ...} a line'
         ) from error

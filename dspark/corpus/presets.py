@@ -62,6 +62,12 @@ class HubSource:
             return None
         return cls(**{key: value for key, value in match.groupdict().items() if value})
 
+    def short(self) -> str:
+        """What reports call it: a data file's stem, the name of its preset, or its own."""
+        if self.file:
+            return Path(self.file).name.split(".")[0]
+        return _NAMES.get(self.name) or self.name.partition("/")[2]
+
     def options(self) -> dict[str, Any]:
         """What `datasets.load_dataset` is given beside the name; nothing that is not set."""
         given = {"name": self.config, "revision": self.revision, "data_files": self.file}
@@ -150,9 +156,42 @@ PRESETS: dict[str, Preset] = {
         licence="apache-2.0; HumanEval is MIT, the rest is of Spec-Bench",
         evaluation=True,
     ),
+    "gsm8k": Preset(
+        hub_id="openai/gsm8k",
+        splits=("test",),
+        config="main",
+        shape="question",
+        column="question",
+        licence="mit",
+        evaluation=True,
+    ),
+    "math500": Preset(
+        hub_id="HuggingFaceH4/MATH-500",
+        splits=("test",),
+        shape="problem",
+        column="problem",
+        licence="mit, that of MATH, of which it is a part",
+        evaluation=True,
+    ),
+    "humaneval": Preset(
+        hub_id="openai/openai_humaneval",
+        splits=("test",),
+        shape="prompt",
+        column="prompt",
+        licence="mit",
+        evaluation=True,
+    ),
+    "mt-bench": Preset(
+        hub_id="HuggingFaceH4/mt_bench_prompts",
+        shape="prompt",
+        column="prompt",
+        licence="apache-2.0",
+        evaluation=True,
+    ),
 }  # fmt: skip
 
 _BY_HUB_ID = {preset.hub_id: preset for preset in PRESETS.values()}
+_NAMES = {preset.hub_id: name for name, preset in PRESETS.items()}
 
 
 def hub_sources(text: str) -> list[HubSource] | None:

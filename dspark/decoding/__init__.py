@@ -1,14 +1,20 @@
 """Decoding one prompt with target and draft: the very loop that training, evaluation, export
 check and server share."""
 
-from dspark.decoding.calibration import Outcomes, fit_temperatures, measures
+from dspark.decoding.calibration import Outcomes, fit_temperatures, measures, reliability
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.loop import Commit, Completion, DecodeParams, check_request, decode, stream
 from dspark.decoding.nextn import NextNDraft, nextn_draft, nextn_proposals
 from dspark.decoding.plain import decode_plain
 from dspark.decoding.prefix import PrefixCache, read_prompt
 from dspark.decoding.proposer import draft_limit
-from dspark.decoding.reference_step import Draft, ReferenceStep, StepResult, proposal_limit
+from dspark.decoding.reference_step import (
+    Draft,
+    ReferenceStep,
+    StepResult,
+    Verification,
+    proposal_limit,
+)
 from dspark.decoding.replay import replay
 from dspark.decoding.sampling import SamplingParams
 
@@ -25,6 +31,7 @@ __all__ = [
     "ReferenceStep",
     "SamplingParams",
     "StepResult",
+    "Verification",
     "check_request",
     "decode",
     "decode_plain",
@@ -35,6 +42,7 @@ __all__ = [
     "nextn_proposals",
     "proposal_limit",
     "read_prompt",
+    "reliability",
     "replay",
     "stream",
 ]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Outcomes", "fit_temperatures", "measures"]
+__all__ = ["Outcomes", "fit_temperatures", "measures", "reliability"]
 
 _BINS = 20
 _WIDEST = 4.0
@@ -111,6 +111,30 @@ def measures(
         "slot": _figures(own, outcomes.kept, outcomes.reached),
         "survival": _figures(own.cumprod(1), outcomes.kept, outcomes.known),
     }
+
+
+def reliability(
+    outcomes: Outcomes, temperatures: Sequence[float] | None = None
+) -> dict[str, list[tuple[int, float, float]]]:
+    """For a plot: of the bins that hold any, how many, their mean chance, and the share kept.
+
+    All slots together, of the ``slot``s' own confidence and of ``survival``.
+    """
+    own = outcomes.confidence(temperatures)
+    return {
+        "slot": _bins(own[outcomes.reached], outcomes.kept[outcomes.reached]),
+        "survival": _bins(own.cumprod(1)[outcomes.known], outcomes.kept[outcomes.known]),
+    }
+
+
+def _bins(chance: Tensor, hit: Tensor) -> list[tuple[int, float, float]]:
+    place = (chance * _BINS).long().clamp_max(_BINS - 1)
+    counts, chances, hits = (
+        torch.bincount(place, weights=weights, minlength=_BINS).tolist()
+        for weights in (torch.ones_like(chance), chance, hit.double())
+    )
+    rows = zip(counts, chances, hits, strict=True)
+    return [(int(n), total / n, kept / n) for n, total, kept in rows if n]
 
 
 def _figures(chance: Tensor, kept: Tensor, told: Tensor) -> dict[str, Any]:

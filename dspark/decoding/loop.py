@@ -13,7 +13,7 @@ import torch
 from dspark.acceptance import AcceptStats
 from dspark.decoding.logprobs import MAX_TOP_LOGPROBS, Logprob
 from dspark.decoding.prefix import PrefixCache
-from dspark.decoding.reference_step import Draft, ReferenceStep, proposal_limit
+from dspark.decoding.reference_step import Draft, ReferenceStep, Verification, proposal_limit
 from dspark.decoding.sampling import SamplingParams
 from dspark.errors import ConfigError
 from dspark.target import Target
@@ -39,9 +39,8 @@ class DecodeParams:
     """Proposals a round; None: `draft_limit`'s default; 0: as if there were no draft."""
     confidence_threshold: float = 0.0
     """Cut the proposals before the first slot below it; 0 never cuts."""
-    rejection: bool = False
-    """Judge sampled proposals by `decoding.rejection`: more are kept, but the output is another one
-    than without the draft, of the same distribution. For the reference engine."""
+    verification: Verification = "coupled"
+    """Any but the first is for the reference engine."""
     top_logprobs: int | None = None
     """Log probabilities of the tokens, with so many alternatives; None: none are computed."""
 
@@ -145,7 +144,7 @@ def stream(
         num_draft_tokens=params.num_draft_tokens,
         confidence_threshold=params.confidence_threshold,
         top_logprobs=params.top_logprobs,
-        rejection=params.rejection,
+        verification=params.verification,
         prefixes=prefixes,
     )
     begun = time.perf_counter()

@@ -73,7 +73,7 @@ class NextNProposer:
     """Context and proposals of the block."""
 
     def __init__(self, draft: NextNDraft, params: SamplingParams) -> None:
-        self._model, self._params = draft.model, params
+        self._model, self.params = draft.model, params
         self._layer = draft.model.config.num_hidden_layers
         attention = nextn_block(draft.model).attention
         self._device = draft.model.lm_head.weight.device
@@ -106,8 +106,8 @@ class NextNProposer:
             where = torch.tensor([position + 2], device=self._device)
             logits = self._model.logits(hidden[0])
             if self.proposal_p is not None:
-                self.proposal_p.append(filter_logits(logits, self._params)[0].softmax(-1))
-            token = pick(logits, self._params, where)[0]
+                self.proposal_p.append(filter_logits(logits, self.params)[0].softmax(-1))
+            token = pick(logits, self.params, where)[0]
             proposals.append(token)
         return torch.stack(proposals) if proposals else anchor.new_empty(0)
 

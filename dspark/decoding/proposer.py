@@ -53,6 +53,8 @@ def draft_limit(block_size: int, num_draft_tokens: int | None, threshold: float 
 class Proposer(Protocol):
     """A draft of one sequence."""
 
+    params: SamplingParams
+    """How proposals are drawn."""
     proposal_p: list[Tensor] | None
     """What each proposal of the last call was drawn from, [V] float32; None: not kept."""
 
@@ -75,7 +77,7 @@ class BlockProposer:
         self, draft: DSparkDraftModel, params: SamplingParams, *, threshold: float = 0.0
     ) -> None:
         self.draft = draft
-        self._params = params
+        self.params = params
         self._threshold = threshold
         self._context = draft.new_context()
         self.proposal_p: list[Tensor] | None = None
@@ -120,10 +122,10 @@ class BlockProposer:
                 if confidence is not None and float(confidence) < self._threshold:
                     break
             if self.proposal_p is not None:
-                some = filter_logits(logits[None], self._params)[0].softmax(-1)
+                some = filter_logits(logits[None], self.params)[0].softmax(-1)
                 every = some.new_zeros(base.shape[-1])
                 self.proposal_p.append(every.index_copy(0, candidates[k], some))
-            previous = pick_candidate(logits, candidates[k], self._params, position + k + 1)
+            previous = pick_candidate(logits, candidates[k], self.params, position + k + 1)
             proposals.append(previous)
         return torch.stack(proposals) if proposals else anchor.new_empty(0)
 

@@ -9,12 +9,13 @@ anchor, the token at position s, which is emitted but not yet consumed by either
 Symbols: S positions, n proposals, F tapped layers, D hidden.
 """
 
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from dspark.decoding.block_verification import judge_block, of_round
 from dspark.decoding.logprobs import Logprob, logprobs_of
 from dspark.decoding.nextn import NextNDraft, NextNProposer
 from dspark.decoding.prefix import PrefixCache, PromptContext, read_prompt
@@ -24,9 +25,14 @@ from dspark.decoding.sampling import SamplingParams, filter_logits, pick
 from dspark.draft import DSparkDraftModel
 from dspark.target import Rows, Target
 
-__all__ = ["Draft", "ReferenceStep", "StepResult", "proposal_limit"]
+__all__ = ["Draft", "ReferenceStep", "StepResult", "Verification", "proposal_limit"]
 
 Draft = DSparkDraftModel | NextNDraft
+
+Verification = Literal["coupled", "rejection", "block"]
+"""How sampled proposals are judged: by the noise that drew them (`sampling`), or by `rejection` or
+`block_verification`, whose output is another one than without the draft, of the same distribution.
+Greedily all are one."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,6 @@ class ReferenceStep:
     """Decoding state of one sequence. Without a draft every round is one target step.
 
     ``top_logprobs``: keep `logprobs` of the tokens, with so many alternatives; None: don't.
-    ``rejection``: judge sampled proposals by `decoding.rejection` instead of coupled noise.
     ``prefixes``: prompts that this target and draft have read, and where this one's go. A NEXTN
     block reads every prompt whole: it wants the hidden states of all of it.
 
@@ -67,7 +72,7 @@ class ReferenceStep:
         num_draft_tokens: int | None = None,
         confidence_threshold: float = 0.0,
         top_logprobs: int | None = None,
-        rejection: bool = False,
+        verification: Verification = "coupled",
         prefixes: PrefixCache | None = None,
     ) -> None:
         self.target = target
@@ -90,8 +95,8 @@ class ReferenceStep:
         elif draft is not None:
             self._proposer = BlockProposer(draft, params, threshold=confidence_threshold)
             layer_ids = draft.layer_ids
-        self._rejection = rejection and not params.greedy
-        if self._proposer is not None and self._rejection:
+        self._rule: Verification = "coupled" if params.greedy else verification
+        if self._proposer is not None and self._rule != "coupled":
             self._proposer.proposal_p = []
         self._cache = target.new_cache(layer_ids)
         self._anchor = torch.zeros((), dtype=torch.int64, device=target.device)
@@ -133,6 +138,7 @@ class ReferenceStep:
         """Up to ``most`` proposals [n] for the positions behind the anchor."""
         if self._proposer is None:
             return self._anchor.new_empty(0)
+        self._proposer.params = self._params_of_round()
         return self._proposer.propose(self._anchor, most)
 
     @torch.no_grad()
@@ -146,13 +152,19 @@ class ReferenceStep:
         return self._choose(rows.logits, proposals, positions), self._features(rows)
 
     def _choose(self, logits: Tensor, proposals: Tensor, positions: Tensor) -> Tensor:
-        if self._proposer is None or not self._rejection:
+        if self._proposer is None or self._rule == "coupled":
             return pick(logits, self.params, positions)
-        uniform, noise = draw(self.params.seed, positions, logits.shape[-1])
+        uniform, noise = draw(self._params_of_round().seed, positions, logits.shape[-1])
         target_p = filter_logits(logits, self.params).softmax(-1)
         drawn = self._proposer.proposal_p
         draft_p = torch.stack(drawn) if drawn else target_p[:0]
-        return judge(target_p, draft_p, proposals, uniform, noise)
+        rule = judge_block if self._rule == "block" else judge
+        return rule(target_p, draft_p, proposals, uniform, noise)
+
+    def _params_of_round(self) -> SamplingParams:
+        if self._rule != "block":
+            return self.params
+        return replace(self.params, seed=int(of_round(self.params.seed, self.position)))
 
     def _features(self, rows: Rows) -> Tensor:
         if not self._of_hidden:

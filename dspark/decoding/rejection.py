@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dspark.decoding.sampling import gumbel
 
-__all__ = ["draw", "judge"]
+__all__ = ["draw", "judge", "replacements"]
 
 _NOTHING = 1e-8
 """Mass of max(p - q, 0) that is rounding: p and q are equal."""
@@ -48,10 +48,20 @@ def judge(
     at = proposals[..., None]
     p, q = target_p[..., :-1, :], draft_p
     kept = uniform[..., :-1] * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0]
-    rest = (p - q).clamp_min(0)
-    # a rejected proposal has p < q and so no mass here; where all the rest is rounding, it must not
-    # come back by another way either
-    other = p.scatter(-1, at, 0.0)
+    return replacements((p - q).clamp_min(0), target_p, proposals, kept, noise)
+
+
+def replacements(
+    rest: Tensor,  # [..., n, V] weights of what replaces a proposal
+    target_p: Tensor,  # [..., n + 1, V]
+    proposals: Tensor,  # [..., n] int64
+    kept: Tensor,  # [..., n] bool
+    noise: Tensor,  # [..., n + 1, V]
+) -> Tensor:  # [..., n + 1] int64
+    """What was kept, a draw from ``rest`` where it was not, and one from the target at the end."""
+    # the first rejected proposal has no mass in its rest; where all the rest is rounding, it must
+    # not come back by another way either
+    other = target_p[..., :-1, :].scatter(-1, proposals[..., None], 0.0)
     rest = torch.where(rest.sum(-1, keepdim=True) > _NOTHING, rest, other)
     scores = torch.cat([rest, target_p[..., -1:, :]], -2).log()
     choices = (scores + noise).argmax(-1)

@@ -17,6 +17,7 @@ from dspark.decoding import (
     decode,
     fit_temperatures,
     measures,
+    reliability,
     replay,
 )
 from dspark.draft import DSparkDraftModel
@@ -277,3 +278,24 @@ def test_training_on_leaves_the_temperatures_behind(target: Target, tmp_path: Pa
     begun = initial_draft(draft.config, settings, target, seed=0)
     assert begun.config.sts_temperatures is None
     assert draft.config.sts_temperatures == list(TRUE)
+
+
+def test_reliability_is_told_by_bins_of_chance() -> None:
+    ends = torch.tensor([[0.0, 0.0], [0.0, 5.0], [0.0, 5.0]], dtype=torch.float64)
+    kept = torch.tensor([[True, False], [True, True], [False, False]])
+    found = reliability(Outcomes(ends, kept, torch.ones_like(kept)))
+    sure = float(torch.tensor(5.0, dtype=torch.float64).sigmoid())
+    # the second slot of the third round was not reached
+    told = [one for rows in found.values() for one in rows]
+    expected = [
+        (4, 0.5, 2 / 4),
+        (1, sure, 1.0),
+        (1, 0.25, 0.0),
+        (2, sure / 2, 1 / 2),
+        (3, 0.5, 2 / 3),
+    ]
+    assert [len(rows) for rows in found.values()] == [2, 3]
+    for row, hand in zip(told, expected, strict=True):
+        assert row == pytest.approx(hand)
+    milder = reliability(Outcomes(ends, kept, torch.ones_like(kept)), [1.0, 2.0])
+    assert milder["slot"][1][1] < sure

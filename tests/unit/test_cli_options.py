@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -59,11 +60,19 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_eval_hands_on_every_option(
-    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    evaluate = stub("bench.evaluate.evaluate_all", {"d": report()})
+    def evaluation(*conditions: str) -> SimpleNamespace:
+        found = [
+            {"condition": one, "drafts": {"d": {"a": 1}}, "base": "d", "paired": {"p": 1}}
+            for one in conditions
+        ]
+        return SimpleNamespace(summaries=lambda: found, environment={"cores": 2})
+
+    evaluate = stub("bench.conditions.run", evaluation("one"))
     stub("bench.prompt_sets.read_sets", {"set": ["a prompt"]})
-    shown = stub("bench.report.print_evaluation")
+    checked = stub("bench.conditions.check_thinking")
+    shown = stub("bench.evaluate_report.print_evaluation")
     stub("export.load.load_draft", "DRAFT")
     warned = stub("export.template.warn_of_another")
     stub("export.tensors.weights_sha256", "DIGEST")
@@ -75,36 +84,66 @@ def test_eval_hands_on_every_option(
              "--confidence-threshold", "0.25", "eval.temperature=0.7", "eval.seed=9")  # fmt: skip
     assert run(monkeypatch, *words) == 0
     assert capsys.readouterr().out == ""
-    target, drafts, tokenizer, sets, settings = evaluate.args
+    target, drafts, tokenizer, sets, settings, asked = evaluate.args
     assert (target.name, drafts, tokenizer) == ("TARGET", {"d": "DRAFT"}, "TOKENIZER")
     assert sets == {"set": ["a prompt"]}
     assert (settings.limit, settings.max_new_tokens, settings.prompts) == (3, 7, ("p",))
-    assert (settings.temperature, settings.top_p, settings.seed) == (0.0, 0.5, 0)
-    assert evaluate.options == {"num_draft_tokens": 2, "confidence_threshold": 0.25}
+    assert (settings.top_p, settings.seed) == (0.5, 0)
+    assert [(one.temperature, one.thinking, one.verification) for one in asked] == [
+        (0.0, None, "coupled")
+    ]
+    assert evaluate.options == {
+        "num_draft_tokens": 2,
+        "confidence_threshold": 0.25,
+        "base": None,
+        "out": None,
+    }
     assert (load.args[0].path, load.args[0].dtype) == ("t", "float32")
     assert load.options == {"nextn": False}
     assert warned.args == ("d", "TOKENIZER")
     assert shown.args == ({"a": 1},)
+    assert checked.args == ()
     assert run(monkeypatch, *words, "--json") == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (said["target"], said["draft"], said["a"]) == ("TARGET", "d", 1)
     assert said["draft_sha256"] == "DIGEST"
-    assert said["environment"]["torch_threads"] > 0
+    assert (said["environment"], said["definitions"]) == ({"cores": 2}, "dspark.eval/1")
 
     # several drafts of one run, the target's own block among them
-    evaluate.answer = {"nextn:3": report(), "d": report()}
-    compared = stub("bench.report.print_comparison")
+    compared = stub("bench.evaluate_report.print_comparison")
     block = stub("decoding.nextn_draft", "BLOCK")
     both = ("eval", "--target", "t", "--prompts", "p", "--draft", "nextn:3", "--draft", "d")
-    assert run(monkeypatch, *both, "--json") == 0
+    assert run(monkeypatch, *both, "--base", "d", "--out", "o", "--json") == 0
     assert evaluate.args[1] == {"nextn:3": "BLOCK", "d": "DRAFT"}
+    assert (evaluate.options["base"], evaluate.options["out"]) == ("d", Path("o"))
     assert (load.options, block.args[1]) == ({"nextn": True}, 3)
     assert warned.args == ("d", "TOKENIZER")
-    assert compared.args == ({"nextn:3": {"a": 1}, "d": {"a": 1}},)
+    assert (compared.args, compared.options) == (({"d": {"a": 1}}, {"p": 1}), {"base": "d"})
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["drafts"] == {"nextn:3": {"a": 1}, "d": {"a": 1, "draft_sha256": "DIGEST"}}
+    assert said["drafts"] == {"d": {"a": 1, "draft_sha256": "DIGEST"}}
+    assert said["paired"] == {"p": 1}
     assert run(monkeypatch, *both, "--draft", "d") == 2
     assert "given twice for one draft: nextn:3, d, d" in capsys.readouterr().err
+    assert run(monkeypatch, *both, "--base", "e") == 2
+    assert "--base 'e' is none of the drafts: nextn:3, d" in capsys.readouterr().err
+
+    # several conditions of one run
+    evaluate.answer = evaluation("one", "two")
+    drawn = stub("bench.plot.plot_evaluation")
+    stub("bench.plot.check_plots")
+    png = tmp_path / "a.png"
+    many = (*words, "--temperature", "0.5", "--thinking", "both", "--verification", "block",
+            "--verification", "rejection", "--png", str(png), "--json")  # fmt: skip
+    assert run(monkeypatch, *many) == 0
+    assert [(one.temperature, one.thinking, one.verification) for one in evaluate.args[5]] == [
+        *((0.0, mode, "block") for mode in (False, True)),
+        *((0.5, mode, rule) for mode in (False, True) for rule in ("block", "rejection")),
+    ]
+    assert checked.args == ("TOKENIZER",)
+    assert drawn.args == (png, {"one": {"a": 1}, "two": {"a": 1}})
+    out = capsys.readouterr().out.splitlines()
+    assert out[:-1] == ["", "one", "", "two"]
+    assert [one["condition"] for one in json.loads(out[-1])["conditions"]] == ["one", "two"]
 
 
 def test_export_hands_on_every_option(

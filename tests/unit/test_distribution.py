@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.decoding import DecodeParams, ReferenceStep, SamplingParams, decode, nextn_draft
+from dspark.decoding import (
+    DecodeParams,
+    ReferenceStep,
+    SamplingParams,
+    Verification,
+    decode,
+    nextn_draft,
+)
+from dspark.decoding.block_verification import judge_block, of_round
 from dspark.decoding.rejection import draw, judge
 from dspark.decoding.sampling import filter_logits, gumbel, pick
 from dspark.target import Rows
@@ -51,11 +59,29 @@ def coupled(
 def rejection(
     logits: Tensor, drawn: Tensor, proposals: Tensor, positions: Tensor, sampling: SamplingParams
 ) -> Tensor:
+    return _judged(judge, logits, drawn, proposals, positions, sampling)
+
+
+def _judged(rule: Callable[..., Tensor], logits: Tensor, drawn: Tensor, *more: Any) -> Tensor:
+    proposals, positions, sampling = more
     uniform, noise = draw(sampling.seed, positions.flatten(), V)
     target_p, draft_p = (probabilities(one, sampling) for one in (logits, drawn))
-    return judge(
+    return rule(
         target_p, draft_p, proposals, uniform.view(positions.shape), noise.view(logits.shape)
     )
+
+
+def block(
+    logits: Tensor, drawn: Tensor, proposals: Tensor, positions: Tensor, sampling: SamplingParams
+) -> Tensor:
+    return _judged(judge_block, logits, drawn, proposals, positions, sampling)
+
+
+def stale_block(
+    logits: Tensor, drawn: Tensor, proposals: Tensor, positions: Tensor, sampling: SamplingParams
+) -> Tensor:
+    """Broken: the next round draws with the noise that decided this one."""
+    return block(logits, drawn, proposals, positions, sampling)
 
 
 def likeliest(
@@ -102,20 +128,22 @@ def continuations(seeds: Tensor, rule: Rule, sampling: SamplingParams) -> Tensor
     count, rows = len(seeds), torch.arange(len(seeds))
     out = torch.full((count, LENGTH + K + 1), -1)
     start = torch.ones(count, dtype=torch.int64)
+    own = rule is block
     out[:, 0] = pick(TARGET[1, 0].expand(count, -1), each(seeds, start, sampling), start)
     done = torch.ones(count, dtype=torch.int64)
     while bool((done < LENGTH).any()):
         before, drawn, proposals = [out[rows, done - 1]], [], []
+        noise = of_round(seeds, done) if own else seeds
         for k in range(K):
             drawn.append(DRAFT[done + 1 + k, before[-1]])
             where = done + 1 + k
-            proposals.append(pick(drawn[-1], each(seeds, where, sampling), where))
+            proposals.append(pick(drawn[-1], each(noise, where, sampling), where))
             before.append(proposals[-1])
         positions = done[:, None] + 1 + torch.arange(K + 1)
         logits = TARGET[positions, torch.stack(before, 1)]
         proposed = torch.stack(proposals, 1)
         choices = rule(
-            logits, torch.stack(drawn, 1), proposed, positions, each(seeds, positions, sampling)
+            logits, torch.stack(drawn, 1), proposed, positions, each(noise, positions, sampling)
         )
         kept = (proposed == choices[:, :-1]).cumprod(1).sum(1)
         for k in range(K + 1):
@@ -145,12 +173,12 @@ def chance(out: Tensor, sampling: SamplingParams) -> float:
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
-@pytest.mark.parametrize("rule", [coupled, rejection])
+@pytest.mark.parametrize("rule", [coupled, rejection, block])
 def test_a_draft_leaves_the_targets_distribution(rule: Rule, sampling: SamplingParams) -> None:
     assert chance(continuations(torch.arange(DRAWS), rule, sampling), sampling) > 0.001
 
 
-@pytest.mark.parametrize("rule", [likeliest, replaced, one_noise])
+@pytest.mark.parametrize("rule", [likeliest, replaced, one_noise, stale_block])
 def test_a_broken_accept_rule_does_not(rule: Rule) -> None:
     assert chance(continuations(torch.arange(DRAWS), rule, PLAIN), PLAIN) < 1e-6
 
@@ -185,7 +213,7 @@ class TableProposer:
     """Stands for a draft."""
 
     def __init__(self, target: Table, sampling: SamplingParams) -> None:
-        self.target, self.sampling = target, sampling
+        self.target, self.params = target, sampling
         self.proposal_p: list[Tensor] | None = []
 
     def extend(self, features: Tensor, next_ids: Tensor | None = None) -> None:
@@ -196,21 +224,22 @@ class TableProposer:
         for k in range(most):
             at = self.target.length + 1 + k
             logits = DRAFT[at, tokens[-1]][None]
-            drawn.append(probabilities(logits, self.sampling)[0])
-            tokens.append(pick(logits, self.sampling, torch.tensor([at]))[0])
+            drawn.append(probabilities(logits, self.params)[0])
+            tokens.append(pick(logits, self.params, torch.tensor([at]))[0])
         self.proposal_p = drawn
         return torch.stack(tokens[1:])
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
-@pytest.mark.parametrize("rule", [coupled, rejection])
+@pytest.mark.parametrize("rule", [coupled, rejection, block])
 def test_the_loop_above_is_the_real_step(rule: Rule, sampling: SamplingParams) -> None:
     expected = continuations(torch.arange(60), rule, sampling)
     widths = set()
+    name: Any = rule.__name__
     for seed, tokens in enumerate(expected.tolist()):
         table: Any = Table()
         mine = replace(sampling, seed=seed)
-        step = ReferenceStep(table, None, mine, rejection=rule is rejection)
+        step = ReferenceStep(table, None, mine, verification=name)
         step._proposer, step.limit = TableProposer(table, mine), K
         out = [step.prefill(PROMPT)]
         while len(out) < LENGTH:
@@ -227,7 +256,7 @@ def test_a_draft_tells_what_it_drew_its_proposals_from() -> None:
     for draft in (tiny_draft(target), nextn_draft(target, 3)):
         for seed in range(4):
             sampling = SamplingParams(temperature=2.0, top_k=40, seed=seed)
-            step = ReferenceStep(target, draft, sampling, rejection=True)
+            step = ReferenceStep(target, draft, sampling, verification="rejection")
             step.prefill(torch.arange(5, 12))
             for _ in range(3):
                 position, proposals = step.position, step.propose(3)
@@ -240,16 +269,17 @@ def test_a_draft_tells_what_it_drew_its_proposals_from() -> None:
                 step.commit(proposals, *step.verify(proposals))
 
 
-def test_a_request_may_ask_for_rejection() -> None:
+def test_a_request_may_ask_for_any_rule() -> None:
     target = tiny_ling()
     draft, prompt = tiny_draft(target), list(range(5, 12))
+    rules: list[Verification] = ["coupled", "rejection", "block"]
     outputs = [
-        decode(target, draft, prompt, DecodeParams(12, sampling, ignore_eos=True, rejection=asked))
-        for sampling in (SamplingParams(), SamplingParams(temperature=2.0, seed=1))
-        for asked in (False, True)
+        decode(target, draft, prompt, DecodeParams(12, how, ignore_eos=True, verification=rule))
+        for how in (SamplingParams(), SamplingParams(temperature=2.0, seed=1))
+        for rule in rules
     ]
-    greedy, same, sampled, other = (one.token_ids for one in outputs)
-    assert greedy == same
+    greedy, sampled = outputs[:3], [tuple(one.token_ids) for one in outputs[3:]]
+    assert all(one.token_ids == greedy[0].token_ids for one in greedy)
     # the prefill's token is no proposal
-    assert sampled[0] == other[0]
-    assert sampled != other
+    assert len({one[0] for one in sampled}) == 1
+    assert len(set(sampled)) == 3

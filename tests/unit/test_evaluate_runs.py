@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from dspark.acceptance import AcceptStats
-from dspark.bench import evaluate as module
-from dspark.bench.evaluate import PromptRun, evaluate, figures
-from dspark.bench.lossless import Comparison, Difference, compare
+from dspark.bench import prompt_runs as module
+from dspark.bench.evaluate import evaluate, figures
+from dspark.bench.lossless import compare
+from dspark.bench.records import PromptRun
 from dspark.config import EvalSettings
 from dspark.corpus.chat import generation_prompt_ids
 from dspark.decoding import Completion, DecodeParams, SamplingParams, decode
@@ -65,11 +66,14 @@ def test_the_other_kind_of_sampling_is_checked_over_short_outputs(
 ) -> None:
     asked: list[DecodeParams] = []
 
-    def spy(t: Any, draft: Any, prompts: Any, params: DecodeParams) -> Comparison:
+    def spy(t: Any, draft: Any, prompt: Any, params: DecodeParams) -> Completion:
+        done = decode(t, draft, prompt, params)
+        if params.sampling.temperature == temperature:
+            return done
         asked.append(params)
-        return Comparison(1, 1, (Difference(0, 0, 5, 6),))
+        return replace(done, token_ids=[-1, *done.token_ids[1:]])
 
-    monkeypatch.setattr(module, "compare", spy)
+    monkeypatch.setattr(module, "decode", spy)
     settings = EvalSettings(max_new_tokens=70, temperature=temperature, seed=3)
     report = evaluate(
         target,
@@ -82,7 +86,12 @@ def test_the_other_kind_of_sampling_is_checked_over_short_outputs(
     )
     # a difference there is one, though the run itself has none
     assert report.pooled["lossless"] is True
-    assert report.summary()["lossless"] is False
+    summary = report.summary()
+    assert summary["lossless"] is False
+    (difference,) = summary["lossless_checks"]["greedy" if temperature else "sampled"][
+        "differences"
+    ]
+    assert (difference["position"], difference["with_draft"]) == (0, -1)
     (params,) = asked
     assert params.max_new_tokens == 64
     assert params.sampling == SamplingParams(temperature=0.0 if temperature else 1.0, seed=3)

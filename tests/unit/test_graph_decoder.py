@@ -102,8 +102,8 @@ def test_what_it_cannot_do_is_refused_before_anything_begins() -> None:
     step = ScriptedStep([10], [11])
     with pytest.raises(ConfigError, match="no logprobs"):
         play(step, top_logprobs=0)
-    with pytest.raises(ConfigError, match="no rejection sampling"):
-        play(step, rejection=True)
+    with pytest.raises(ConfigError, match="no rejection verification"):
+        play(step, verification="rejection")
     assert step.log == []
 
 

@@ -207,6 +207,7 @@ class Scripted:
         self.output, self.prompt, self.wrong_at = output, prompt, wrong_at
         self.read = 0
         self.proposal_p: list[Tensor] | None = None
+        self.params = SamplingParams()
 
     def extend(self, taps: Tensor, next_ids: Tensor | None = None) -> None:
         self.read += len(taps)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dspark.bench.prompt_sets import read_sets
 from dspark.corpus import presets
 from dspark.corpus.files import expand, read_rows
 from dspark.corpus.presets import PRESETS, HubSource, hub_sources
@@ -169,3 +170,45 @@ def test_what_the_hub_client_tries_is_told_once(
         read("hub://owner/name:train")
     assert not caplog.records
     assert logger.level == level
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "options"),
+    [
+        ("gsm8k", "question", ("openai/gsm8k", {"name": "main", "split": "test"})),
+        ("math500", "problem", ("HuggingFaceH4/MATH-500", {"split": "test"})),
+        ("humaneval", "prompt", ("openai/openai_humaneval", {"split": "test"})),
+        ("mt-bench", "prompt", ("HuggingFaceH4/mt_bench_prompts", {"split": "train"})),
+    ],
+)
+def test_sets_to_measure_on_are_known_by_name(
+    hub: Hub, name: str, column: str, options: tuple[str, dict[str, Any]]
+) -> None:
+    asked: Any = ["one", "two"] if name == "mt-bench" else "one"
+    hub.rows = [{column: asked, "answer": "42", "test": "assert f() == 1"}]
+    assert read_sets([name]) == {name: [[{"role": "user", "content": "one"}]]}
+    path, given = hub.calls[0]
+    assert (path, given) == (options[0], {**options[1], "streaming": True})
+    with pytest.raises(ConfigError, match="is an evaluation set"):
+        presets.refuse_evaluation([name], "sources")
+
+
+def test_sets_are_named_after_their_files(hub: Hub, tmp_path: Path) -> None:
+    hub.rows = [{"prompt": "q"}]
+    assert list(read_sets(["speculator-benchmarks"])) == ["HumanEval"]  # the rest are repeats
+    hub.rows = [{"text": "q"}]
+    assert list(read_sets(["owner/some.set@v1:a:b"])) == ["some.set"]
+    paths = [tmp_path / folder / "rows.jsonl" for folder in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(json.dumps({"text": path.parent.name}) + "\n")
+    assert list(read_sets([str(tmp_path)])) == ["rows", str(paths[1])]
+
+
+def test_a_set_that_cannot_be_asked_for_names_the_way_out(hub: Hub) -> None:
+    def offline(*_: Any, **__: Any) -> None:
+        raise ConnectionError("offline")
+
+    hub.load_dataset = offline  # type: ignore[method-assign, assignment]
+    with pytest.raises(DataError, match=r"'openai/gsm8k' .*: offline; without a network, give a "):
+        read_sets(["gsm8k"])

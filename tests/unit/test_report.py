@@ -4,7 +4,8 @@ import io
 import json
 from typing import Any
 
-from dspark.bench.report import environment, print_comparison, print_evaluation, print_table
+from dspark.bench.evaluate_report import print_comparison, print_evaluation
+from dspark.bench.report import environment, print_table
 
 
 def figures(**changes: Any) -> dict[str, Any]:
@@ -15,6 +16,15 @@ def figures(**changes: Any) -> dict[str, Any]:
         "accept_length": 1.9,
         "accepted_drafts": 0.95,
         "interval": (1.5, 2.25),
+        "intervals": {
+            "accept_length": (1.5, 2.25),
+            "accepted_drafts": (0.5, 1.25),
+            "accept_length_macro": None,
+            "full_block_rate": (0.25, 0.375),
+            "tpot_ms": (9.0, 11.0),
+            "speedup": (1.125, 1.75),
+        },
+        "full_block_rate": 0.3,
         "accept_length_macro": 1.85,
         "tpot_ms": 10.0,
         "tpot_ms_plain": 15.0,
@@ -35,7 +45,9 @@ def report(**checks: dict[str, Any]) -> dict[str, Any]:
     return {
         **figures(),
         "sets": {"gsm8k": figures(), "empty": figures(interval=None, tpot_ms=None, speedup=None)},
+        "over_sets": {"accept_length": 1.875, "interval": (1.625, 2.125)},
         "settings": {
+            "verification": "block",
             "temperature": 0.0,
             "max_new_tokens": 64,
             "num_draft_tokens": 2,
@@ -72,6 +84,9 @@ def test_an_evaluation_shows_each_set_the_pooled_line_and_the_law() -> None:
     )
     text = out.getvalue()
     assert "1.500..2.250" in text
+    assert "0.250..0.375" in text
+    assert "mean of the sets: 1.875, 95% interval 1.625..2.125" in text
+    assert "given the slots before │ 0.600 │ 0.500" in text
     assert "all, pooled" in text
     assert "1: 8, 2: 6, 3: 6" in text
     assert "greedy: identical output with and without the draft over 2 prompts, 40 tokens" in text
@@ -94,6 +109,32 @@ def test_a_comparison_shows_every_draft_beside_the_plain_loop() -> None:
         ["gsm8k", "slow", "2", "40", "1.250", "1.500..2.250", "0.950", "20.000", "0.750", "yes"],
         ["gsm8k", "plain", "2", "40", "1.000", "-", "0.000", "15.000", "1.000", "-"],
     ]
-    assert [row[0] for row in rows] == ["gsm8k"] * 3 + ["empty"] * 3 + ["all, pooled"] * 3
+    assert [row[0] for row in rows[:9]] == ["gsm8k"] * 3 + ["empty"] * 3 + ["all, pooled"] * 3
     assert "fast, greedy: identical output" in out.getvalue()
     assert "slow, greedy: nothing was compared" in out.getvalue()
+
+
+def test_outputs_that_need_not_be_equal_are_not_called_different() -> None:
+    out = io.StringIO()
+    sets = {name: figures(lossless=None) for name in ("a", "b")}
+    # equal greedily, which is all that was compared
+    print_evaluation({**report(greedy=comparison()), "sets": sets}, file=out)
+    text = out.getvalue()
+    assert "sampled, block verification: lossless in distribution, not seed by seed" in text
+    assert " yes │" not in text
+    assert " no │" not in text
+
+
+def test_a_difference_is_shown_with_its_interval_and_its_base() -> None:
+    gap = {
+        "accept_length": {"difference": 0.125, "interval": (0.0625, 0.25)},
+        "speedup": {"difference": None, "interval": None},
+    }
+    paired = {"slow": {"sets": {"gsm8k": gap, "empty": gap}, "pooled": gap, "over_sets": None}}
+    out = io.StringIO()
+    both = {"fast": report(greedy=comparison()), "slow": report(greedy=comparison())}
+    print_comparison(both, paired, base="fast", file=out)
+    text = out.getvalue()
+    assert "Difference from fast" in text
+    assert text.count("0.062..0.250") == 3
+    assert "mean of the sets, slow" in text

@@ -38,8 +38,10 @@ class GraphDecoder:
         step = self.step
         if params.top_logprobs is not None:
             raise ConfigError("the graph engine computes no logprobs; leave them out")
-        if params.rejection:
-            raise ConfigError("the graph engine has no rejection sampling; leave it out")
+        if params.verification != "coupled":
+            raise ConfigError(
+                f"the graph engine has no {params.verification} verification; leave it out"
+            )
         positions = step.target.max_position_embeddings
         check_request(positions, len(prompt_ids), 1, context=step.context)
         if step.device.type == "cuda":
