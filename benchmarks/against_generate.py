@@ -26,6 +26,7 @@ from dspark.bench.report import environment, print_table
 from dspark.config import TargetSettings
 from dspark.corpus.chat import generation_prompt_ids
 from dspark.decoding import DecodeParams, decode
+from dspark.errors import ConfigError
 from dspark.export.load import load_draft
 from dspark.target import load, load_tokenizer
 from dspark.target.catalog import NAMES, materialise
@@ -44,6 +45,9 @@ def main() -> None:
     parser.add_argument("--lookup-tokens", type=int, default=10)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if min(args.limit, args.max_new_tokens, args.lookup_tokens) < 1:
+        raise ConfigError("--limit, --max-new-tokens and --lookup-tokens must be at least 1")
+    sets = read_sets(args.prompts)
     settings = TargetSettings(path=args.target)
     target = load(settings)
     draft = load_draft(args.draft, target=target)
@@ -84,7 +88,7 @@ def main() -> None:
     current = "warm-up"
     for way in WAYS:
         ways[way]([1, 2, 3, 4, 5, 6, 7, 8])
-    for current, prompts in read_sets(args.prompts).items():
+    for current, prompts in sets.items():
         for number, messages in enumerate(prompts[: args.limit]):
             ids = generation_prompt_ids(tokenizer, messages, vocab_size=target.vocab_size)
             outputs = {}

@@ -38,5 +38,6 @@ ARMS = {
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in ARMS:
-        raise SystemExit(f"usage: arms.py ARM, one of {', '.join(ARMS)}")
+        print(f"usage: study_arms.py ARM, one of {', '.join(ARMS)}", file=sys.stderr)
+        raise SystemExit(0 if "--help" in sys.argv else 2)
     print(ARMS[sys.argv[1]])

@@ -23,8 +23,9 @@ from dspark.bench.prompt_sets import read_sets
 from dspark.config import TargetSettings
 from dspark.corpus.chat import generation_prompt_ids
 from dspark.corpus.generate import generate
-from dspark.decoding.sampling import gumbel
-from dspark.provenance import write_text
+from dspark.decoding.sampling import SamplingParams, gumbel
+from dspark.errors import ConfigError
+from dspark.provenance import check_writable, write_text
 from dspark.target import load, load_tokenizer
 
 
@@ -63,13 +64,19 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if args.limit < 1 or args.max_new_tokens < 1:
+        raise ConfigError("--limit and --max-new-tokens must be at least 1")
+    for temperature in args.temperatures:
+        SamplingParams(temperature=temperature)
+    check_writable(args.out, "--out", ConfigError)
+    sets = read_sets(args.prompts)
     settings = TargetSettings(path=args.target)
     target = load(settings, device=args.device)
     tokenizer: Any = load_tokenizer(settings)
     if args.ignore_eos:
         target.eos_ids = frozenset()
     rows: list[dict[str, Any]] = []
-    for name, prompts in read_sets(args.prompts).items():
+    for name, prompts in sets.items():
         for number, messages in enumerate(prompts[: args.limit]):
             ids = generation_prompt_ids(tokenizer, messages, vocab_size=target.vocab_size)
             for temperature in args.temperatures:

@@ -13,7 +13,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from ending import run
 from torch import Tensor
+
+from dspark.errors import DataError
 
 RESAMPLES = 5000
 Key = tuple[str, float, int]  # set, temperature, width
@@ -25,7 +28,9 @@ def read(paths: list[Path]) -> dict[str, dict[int, dict[Key, dict]]]:  # type: i
     for path in paths:
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            arm, _, seed = row["draft"].rpartition("-")
+            arm, _, seed = str(row.get("draft")).rpartition("-")
+            if not arm or not seed.isdecimal():
+                raise DataError(f"{path}: '{row.get('draft')}' is not called ARM-SEED")
             found[arm][int(seed)][row["set"], row["temperature"], row["width"]] = row
     return found
 
@@ -49,7 +54,14 @@ def main() -> None:
     parser.add_argument("rows", nargs="+", type=Path)
     parser.add_argument("--against", default="stock")
     args = parser.parse_args()
-    arms = read(args.rows)
+    try:
+        arms = read(args.rows)
+    except (OSError, ValueError) as error:
+        raise DataError(f"not rows of study_score.py: {error}") from None
+    if args.against not in arms:
+        raise DataError(
+            f"no rows of '{args.against}'; there are {', '.join(sorted(arms)) or 'none'}"
+        )
     base = arms[args.against]
     some = {key: row for key, row in next(iter(base.values())).items() if key[0] != "all"}
     for temperature, width in sorted({key[1:] for key in some}):
@@ -94,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

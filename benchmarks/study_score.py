@@ -4,7 +4,7 @@
         --out outputs/study/rows.jsonl outputs/study/stock-0 outputs/study/acc050-0
 
 A draft is an exported directory or a training run (its newest checkpoint); its name in the rows is
-that of the directory, NAME-SEED.
+that of the directory; the report takes those that are called ARM-SEED.
 """
 
 import argparse
@@ -22,7 +22,9 @@ from dspark.decoding import SamplingParams, draft_limit
 from dspark.decoding.calibration import Outcomes, fit_temperatures, measures
 from dspark.decoding.everywhere import Known, Proposed, propose_everywhere, rounds
 from dspark.draft import DSparkDraftModel
+from dspark.errors import ConfigError, DataError
 from dspark.export.source import read_source
+from dspark.provenance import check_writable, read_object
 from dspark.target import load
 from dspark.target.documents import document_features
 
@@ -104,7 +106,10 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    head = json.loads(args.outputs.read_text())
+    head = read_object(args.outputs, DataError)
+    if "rows" not in head:
+        raise DataError(f"{args.outputs} holds no outputs; study_outputs.py writes them")
+    check_writable(args.out, "--out", ConfigError)
     target = load(TargetSettings(path=args.target), device=args.device)
     kept: dict[tuple[int, ...], list[torch.Tensor]] = {}
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -214,10 +215,20 @@ def save_tensors(
 
     The library itself leaves it readable by its owner alone, so that a server under another
     account could not open an export.
+
+    Raises:
+        OSError: the disk refuses, for which the library has an error of its own.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(dict(tensors), path, metadata=dict(metadata or {"format": "pt"}))
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata or {"format": "pt"}))
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)

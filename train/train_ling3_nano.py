@@ -32,9 +32,9 @@ from dspark.corpus.own_bpe import MARKS, train_tokenizer
 from dspark.corpus.pretraining import Document, gather, library_documents, row_documents
 from dspark.corpus.rejects import Rejects
 from dspark.corpus.token_stream import TokenStream
-from dspark.errors import ConfigError, DSparkError, unwritable
+from dspark.errors import ConfigError, DSparkError, RunError, unwritable
 from dspark.progress import quiet_transformers
-from dspark.provenance import collect, write_json, write_text
+from dspark.provenance import collect, free_bytes, write_json, write_text
 from dspark.target import load, load_tokenizer
 from dspark.target.base import Target
 from dspark.target.config import LingConfig
@@ -88,6 +88,9 @@ def main() -> None:
     quiet_transformers()
     try:
         report = run(args, time.monotonic())
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)
     except (DSparkError, OSError) as error:
         told = unwritable(error) if isinstance(error, OSError) else error
         if told is None:
@@ -100,7 +103,12 @@ def main() -> None:
 def run(args: argparse.Namespace, began: float) -> dict[str, Any]:
     """Text to checkpoint; what is written to training.json."""
     config = configured(args)
+    check_place(args.out)
     device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {args.device}: torch finds no GPU here; --device cpu")
+    if args.compare:
+        load_tokenizer(TargetSettings(path=args.compare))  # told now, not behind the training
     rejects = Rejects()
     excluded, files = excluded_texts(args.exclude)
     found = gather(
@@ -142,6 +150,8 @@ def run(args: argparse.Namespace, began: float) -> dict[str, Any]:
     log.info("recurrence: %s; %.0f s", name, time.monotonic() - began)
     history = optimise(args, forward, train, heldout)
 
+    if not all(bool(one.isfinite().all()) for one in model.parameters()):
+        raise RunError("the weights are NaN or infinite, and are not written; lower --lr")
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(out)
@@ -181,10 +191,17 @@ def run(args: argparse.Namespace, began: float) -> dict[str, Any]:
 
 def configured(args: argparse.Namespace) -> LingConfig:
     """The config with `--set`, small enough to be shipped."""
-    for name in ("batch", "length", "steps"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {value}")
-    if not args.minutes > 0:
+    for name, least in (("batch", 1), ("length", 2), ("steps", 1), ("seed", 0)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ConfigError(f"--{name} must be at least {least}, got {value}")
+    for name in ("lr", "adam_lr", "weight_decay", "nextn_weight"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be a number from 0 on, got {getattr(args, name)}"
+            )
+    if args.library is not None and not args.library.is_dir():
+        raise ConfigError(f"--library {args.library} is no directory")
+    if not 0 < args.minutes < math.inf:
         raise ConfigError(f"--minutes must be above 0, got {args.minutes:g}")
     for name in ("dropout", "heldout"):
         if not 0 <= getattr(args, name) < 1:
@@ -211,6 +228,15 @@ def configured(args: argparse.Namespace) -> LingConfig:
             f"{config.max_position_embeddings} of {args.config}"
         )
     return config
+
+
+def check_place(out: Path) -> None:
+    """A directory that holds nothing yet, with room for the checkpoint."""
+    held = next(iter(out.iterdir()), None) if out.is_dir() else out if out.exists() else None
+    if held is not None:
+        raise ConfigError(f"--out {out} already holds {held.name}; give a new directory")
+    if (free := free_bytes(out)) < MOST_BYTES:
+        raise ConfigError(f"--out {out} needs {MOST_BYTES:,} bytes and its disk has {free:,} free")
 
 
 def excluded_texts(patterns: Sequence[str]) -> tuple[Overlap, list[str]]:

@@ -1,15 +1,19 @@
 """The small real Ling-3.0 target: its shape, and the program that trains it, end to end."""
 
+import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dspark.config import TargetSettings
+from dspark.errors import ConfigError
 from dspark.serving.graph.weights import unsupported_shapes
 from dspark.target import load, load_tokenizer
 from dspark.target.config import LingConfig
@@ -112,3 +116,29 @@ def test_a_mini_one_learns_and_loads(tmp_path: Path) -> None:
         hidden, _ = model(ids[:, :-1], call)
         guess = model.logits(nextn_hidden(model, hidden, ids[:, 1:], call))[0]
     assert torch.nn.functional.cross_entropy(guess[:-1], ids[0, 2:]) < 5.4
+
+
+def test_what_would_waste_a_training_is_refused_before_it(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("nano", ROOT / "train/train_ling3_nano.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held/model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"already holds model\.safetensors"):
+        program.check_place(tmp_path / "held")
+    with pytest.raises(ConfigError, match="already holds model.safetensors"):
+        program.check_place(tmp_path / "held/model.safetensors")
+    program.check_place(tmp_path / "new/deeper")
+    program.free_bytes = lambda _: 1000
+    with pytest.raises(ConfigError, match="its disk has 1,000 free"):
+        program.check_place(tmp_path / "new")
+    fine = {"batch": 1, "length": 64, "steps": 1, "seed": 0, "lr": 0.1, "adam_lr": 0.1,
+            "weight_decay": 0.0, "nextn_weight": 0.0, "library": None, "minutes": 1.0,
+            "dropout": 0.0, "heldout": 0.0, "set": [], "config": CONFIG}  # fmt: skip
+    program.configured(SimpleNamespace(**fine))
+    for name, value in (("lr", math.nan), ("adam_lr", math.inf), ("seed", -1), ("length", 1),
+                        ("minutes", math.inf), ("library", tmp_path / "no")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} "):
+            program.configured(SimpleNamespace(**{**fine, name: value}))

@@ -5,7 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dspark.errors import ConfigError, unwritable
@@ -58,3 +60,20 @@ def test_a_directory_is_one_runs_alone(tmp_path: Path) -> None:
     with claimed(place / "deeper"):
         (place / "kept").touch()
     assert [one.name for one in place.iterdir()] == ["kept"]
+
+
+def test_a_disk_that_refuses_tensors_is_told_as_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError(said)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        save_tensors({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    assert "a.safetensors: no space left on device" in str(unwritable(raised.value))
+    said = "invalid dtype"
+    with pytest.raises(SafetensorError):
+        save_tensors({"a": torch.ones(3)}, tmp_path / "a.safetensors")
