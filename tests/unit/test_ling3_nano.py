@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -122,19 +123,19 @@ def test_what_would_waste_a_training_is_refused_before_it(tmp_path: Path) -> Non
     spec = importlib.util.spec_from_file_location("nano", ROOT / "train/train_ling3_nano.py")
     assert spec is not None
     assert spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
+    program: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     (tmp_path / "held").mkdir()
     (tmp_path / "held/model.safetensors").touch()
     with pytest.raises(ConfigError, match=r"already holds model\.safetensors"):
         program.check_place(tmp_path / "held")
-    with pytest.raises(ConfigError, match="already holds model.safetensors"):
+    with pytest.raises(ConfigError, match=r"already holds model\.safetensors"):
         program.check_place(tmp_path / "held/model.safetensors")
     program.check_place(tmp_path / "new/deeper")
     program.free_bytes = lambda _: 1000
     with pytest.raises(ConfigError, match="its disk has 1,000 free"):
         program.check_place(tmp_path / "new")
-    fine = {"batch": 1, "length": 64, "steps": 1, "seed": 0, "lr": 0.1, "adam_lr": 0.1,
+    fine: dict[str, Any] = {"batch": 1, "length": 64, "steps": 1, "seed": 0, "lr": 0.1, "adam_lr": 0.1,
             "weight_decay": 0.0, "nextn_weight": 0.0, "library": None, "minutes": 1.0,
             "dropout": 0.0, "heldout": 0.0, "set": [], "config": CONFIG}  # fmt: skip
     program.configured(SimpleNamespace(**fine))
