@@ -135,7 +135,8 @@ def test_what_would_waste_a_training_is_refused_before_it(tmp_path: Path) -> Non
     program.free_bytes = lambda _: 1000
     with pytest.raises(ConfigError, match="its disk has 1,000 free"):
         program.check_place(tmp_path / "new")
-    fine: dict[str, Any] = {"batch": 1, "length": 64, "steps": 1, "seed": 0, "lr": 0.1, "adam_lr": 0.1,
+    fine: dict[str, Any] = {
+            "batch": 1, "length": 64, "steps": 1, "seed": 0, "lr": 0.1, "adam_lr": 0.1,
             "weight_decay": 0.0, "nextn_weight": 0.0, "library": None, "minutes": 1.0,
             "dropout": 0.0, "heldout": 0.0, "set": [], "config": CONFIG}  # fmt: skip
     program.configured(SimpleNamespace(**fine))
