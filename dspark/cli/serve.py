@@ -173,7 +173,9 @@ def _bench_roofline(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     tokens: Annotated[int, typer.Option(help="Rows of a step.")] = 9,
     block_size: Annotated[int, typer.Option(min=0, max=16, help="Of the draft; 0: none.")] = 8,
-    context: Annotated[int, typer.Option(min=0, help="Tokens in the caches.")] = 8192,
+    context: Annotated[
+        int | None, typer.Option(min=0, help="Tokens in the caches (8192, or all there can be).")
+    ] = None,
     routing: Annotated[
         str, typer.Option(help="independent, overlap:SHARE or experts:N, distinct in a layer.")
     ] = "independent",
@@ -184,7 +186,7 @@ def _bench_roofline(
 ) -> None:
     """The least time of a decode step: bytes by component over the memory's bandwidth.
 
-    Example: dspark bench roofline --target ling-3.0-flash --tp 4 --routing experts:44 \\
+    Example: dspark bench roofline --target ling-3.0-flash --tp 4 --routing experts:44
     --bandwidth 4.3
     """
     import torch
@@ -204,7 +206,7 @@ def _bench_roofline(
         ranks=tp,
         tokens=tokens,
         routing=routing,
-        context=context,
+        context=min(8192, config.max_position_embeddings) if context is None else context,
         block_size=block_size,
         terabytes_per_s=bandwidth,
     )

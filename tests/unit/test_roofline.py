@@ -85,3 +85,10 @@ def test_a_schedule_has_the_mean_that_was_asked_for(mean: float, proposals: int)
 def test_a_schedule_cannot_keep_more_than_is_proposed() -> None:
     with pytest.raises(ConfigError, match=r"accept length must lie in 1\.\.9 .*got 9.95"):
         accept_schedule(9.95, 8)
+
+
+def test_a_model_of_few_positions_is_counted_at_its_own_most() -> None:
+    nano = str(TARGETS / "ling3-nano.json")
+    words = ["bench", "roofline", "--target", nano, "--bandwidth", "4.3", "--json"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert json.loads(done.stdout.splitlines()[-1])["context"] == 2048
