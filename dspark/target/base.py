@@ -104,11 +104,6 @@ class Target(ABC):
     _packed = False
 
     @property
-    def packs_documents(self) -> bool:
-        """It has `packed_features`."""
-        return False
-
-    @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
 
@@ -167,9 +162,12 @@ class Target(ABC):
         input_ids: Tensor,  # [B, S] int64
         layer_ids: Sequence[int],
         documents: Tensor,  # [B, S] int64, of each position; one lies in one row
-    ) -> Features:
-        """`features` of rows that hold several documents, which do not see each other."""
-        raise NotImplementedError
+    ) -> Features | None:
+        """`features` of rows that hold several documents, which do not see each other.
+
+        None: this target wants every document by itself.
+        """
+        return None
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

@@ -77,15 +77,12 @@ class HFTarget(Target):
         names = getattr(self.model.config, "architectures", None) or [""]
         return str(names[0])
 
-    @property
-    def packs_documents(self) -> bool:
-        # with windows, a mask for each kind of layer would be needed
-        return self._window is None
-
     @torch.no_grad()
     def packed_features(
         self, input_ids: Tensor, layer_ids: Sequence[int], documents: Tensor
-    ) -> Features:
+    ) -> Features | None:
+        if self._window is not None:  # a mask for each kind of layer would be needed
+            return None
         return self._features(input_ids, layer_ids, **_apart(documents.to(self.device)))
 
     @torch.no_grad()

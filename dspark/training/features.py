@@ -46,9 +46,11 @@ def batch_features(
     together = input_ids.device.type != "cpu" and not partial
     if not spans or (together and all(first == 0 for _, first, _ in spans)):
         return target.features(input_ids, layer_ids)
-    if together and target.packs_documents and input_ids.shape[1] <= _PACKED:
-        return target.packed_features(input_ids, layer_ids, _documents(input_ids, spans))
     found: Features | None = None
+    if together and input_ids.shape[1] <= _PACKED:
+        found = target.packed_features(input_ids, layer_ids, _documents(input_ids, spans))
+        if found is not None:
+            return found
     documents = [input_ids[row, first : first + tokens] for row, first, tokens in spans]
     for number, part in document_features(target, layer_ids, documents):
         if found is None:

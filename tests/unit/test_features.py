@@ -225,6 +225,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other() -> None:
     ids = torch.randint(1, 200, (2, 24), generator=torch.Generator().manual_seed(0))
     spans = ((0, 0, 7), (0, 7, 17), (1, 0, 20))
     packed = target.packed_features(ids, LAYERS, training_features._documents(ids, spans))
+    assert packed is not None
     for row, first, tokens in spans:
         alone = target.features(ids[row : row + 1, first : first + tokens], LAYERS)
         place = (row, slice(first, first + tokens))
@@ -236,8 +237,6 @@ def test_a_packed_pass_is_one_pass_off_the_cpu() -> None:
     asked: list[torch.Tensor] = []
 
     class Elsewhere:
-        packs_documents = True
-
         def packed_features(self, ids: Any, layer_ids: Any, documents: torch.Tensor) -> str:
             asked.append(documents)
             return "together"
@@ -247,3 +246,13 @@ def test_a_packed_pass_is_one_pass_off_the_cpu() -> None:
     found: Any = batch_features(target, LAYERS, ids, None, None, ((0, 0, 2), (0, 2, 3)))
     assert found == "together"
     assert asked[0].tolist() == [[0, 0, 1, 1, 1, 2]]
+
+
+def test_a_target_with_windows_wants_every_document_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tiny_target()
+    ids = torch.ones(1, 6, dtype=torch.int64)
+    assert target.packed_features(ids, LAYERS, torch.zeros_like(ids)) is not None
+    monkeypatch.setattr(target.config, "sliding_window", 4, raising=False)
+    assert target.packed_features(ids, LAYERS, torch.zeros_like(ids)) is None
