@@ -18,6 +18,7 @@ from dspark.serving.graph.weights import (
     DenseFFN,
     DraftWeights,
     ExpertFFN,
+    GQAMixer,
     KDAMixer,
     MLAMixer,
     NextNWeights,
@@ -84,11 +85,16 @@ def step_floor(
             add("KDA in", mixer.into)
             add("KDA out", mixer.out)
             parts["KDA"] = parts.get("KDA", 0.0) + 2 * 4 * mixer.heads * mixer.size**2
+        elif isinstance(mixer, GQAMixer):
+            add("attention in", mixer.into)
+            add("attention out", mixer.out)
+            pair = 2 * mixer.groups * mixer.size * weights.head.element_size()
+            parts["attention"] = parts.get("attention", 0.0) + context * pair
         else:
             add("MLA in", mixer.into, *([mixer.query] if mixer.query is not None else []))
             add("MLA out", mixer.out)
             add("MLA", mixer.kv_b)
-            latent = weights.config.latent_dim * weights.head.element_size()
+            latent = weights.ling.latent_dim * weights.head.element_size()
             parts["MLA"] += context * latent
         if isinstance(ffn, DenseFFN):
             add("dense FFN", ffn.gate_up, ffn.down)
@@ -107,12 +113,12 @@ def step_floor(
         if isinstance(ffn, DenseFFN):
             add("NEXTN", ffn.gate_up, ffn.down, share=passes)
         else:
-            each = weights.config.num_experts_per_tok
-            first = Routing().experts(weights.config, kept)
+            each = weights.ling.num_experts_per_tok
+            first = Routing().experts(weights.ling, kept)
             add("NEXTN", ffn.router, share=passes)
             read = first + 1 + (passes - 1) * (each + 1)
             add("NEXTN", ffn.gate_up, ffn.down, share=read / len(ffn.down))
-        latent = weights.config.latent_dim * weights.head.element_size()
+        latent = weights.ling.latent_dim * weights.head.element_size()
         parts["NEXTN"] += passes * context * latent
         add("draft head", weights.head, share=passes)
     if draft is not None:

@@ -3,12 +3,13 @@
 The prompt is read by the target's own modules; what they remember is put where the kernels look for
 it, and the draft's context is filled from the taps of the whole prompt.
 
-Symbols: S positions, F tapped layers, D hidden, J key/value heads and X head size of the draft.
+Symbols: S positions, F tapped layers, D hidden, H query heads, J key/value heads and X head size.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from dspark.draft.layers import rotate
 from dspark.serving.graph.arena import Caches
@@ -18,9 +19,49 @@ from dspark.target.mtp import nextn_latents
 from dspark.target.norm import rms_norm
 from dspark.target.state import LingCache
 
-__all__ = ["fill_context", "fill_nextn", "hand_over"]
+__all__ = ["PromptCache", "fill_context", "fill_nextn", "hand_over"]
 
 _PIECE = 4096
+
+
+class PromptCache:
+    """What a dense decoder's layers write a prompt to: the kernels' own keys and values.
+
+    Pieces attend by SDPA. It need not be the step's arithmetic: whatever is proposed later, a
+    prompt is read once, in the same pieces.
+    """
+
+    def __init__(self, caches: Caches, layer_ids: tuple[int, ...]) -> None:
+        self.layer_ids, self.length = layer_ids, 0
+        self._pairs, self._rows = caches.pairs, 0
+
+    def begin(self, rows: int, window: int | None, device: torch.device) -> None:
+        """A piece of ``rows`` positions follows."""
+        self._rows = rows
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [H, S, X]
+        key: Tensor,  # [J, S, X]
+        value: Tensor,  # [J, S, X]
+        scaling: float,
+    ) -> Tensor:  # [S, H, X]
+        """Append, then attend to all that is held."""
+        keys, values = self._pairs[layer]
+        start, end = self.length, self.length + self._rows
+        keys[:, start:end], values[:, start:end] = key, value
+        # no bias says what is_causal does, and a piece behind another begins in the middle
+        mask = causal_lower_right(self._rows, end) if start else None
+        out = F.scaled_dot_product_attention(
+            query[None], keys[None, :, :end], values[None, :, :end], attn_mask=mask,
+            is_causal=mask is None, scale=scaling, enable_gqa=True,
+        )  # fmt: skip
+        return out[0].transpose(0, 1)
+
+    def commit(self, rows: int) -> None:
+        """Keep the piece."""
+        self.length += rows
 
 
 def hand_over(cache: LingCache, caches: Caches) -> None:
