@@ -116,8 +116,8 @@ def _unsupported_rotation(config: Any) -> str | None:
 
 def _unsupported_widths(config: Any) -> str | None:
     size = _head_dim(config)
-    if size % 2 or size > _LARGEST_HEAD:
-        return f"its head size {size} is odd or above {_LARGEST_HEAD}"
+    if size > _LARGEST_HEAD:
+        return f"its head size is {size}, and the tiles take at most {_LARGEST_HEAD}"
     width = int(config.num_attention_heads) * size
     for one in (int(config.hidden_size), int(config.intermediate_size), width):
         if one % 16:
