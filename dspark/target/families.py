@@ -47,6 +47,7 @@ class DenseShape:
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
+    rope_theta: float
     num_experts_per_tok: int = 0
 
     @classmethod
@@ -65,6 +66,7 @@ class DenseShape:
             max_position_embeddings=int(config.max_position_embeddings),
             rms_norm_eps=float(config.rms_norm_eps),
             tie_word_embeddings=bool(config.tie_word_embeddings),
+            rope_theta=float(config.rope_parameters["rope_theta"]),
         )
 
     @property

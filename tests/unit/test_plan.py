@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from dspark.bench.targets import dense_target, read_target
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
@@ -291,6 +292,24 @@ def test_a_dense_decoder_is_laid_out_as_planned(family: str, tied: bool, with_dr
     # a NEXTN block is none of theirs
     with pytest.raises(ConfigError, match="no NEXTN block"):
         MemoryPlan(shape, None, 300, nextn=True)
+
+
+def test_qwen3_8b_with_its_draft_is_laid_out_as_planned() -> None:
+    shape = read_target(ROOT / "configs/targets/qwen3-8b.json")
+    assert isinstance(shape, DenseShape)
+    path = ROOT / "configs/drafts/qwen3-8b-dspark-block7.json"
+    raw = read_object(path, ConfigError)
+    with torch.device("meta"):
+        draft = DSparkDraftModel(from_json(raw, str(path), target_layers=36)).to(torch.bfloat16)
+    step = GraphStep(dense_target(shape, "meta"), draft, context=32768)
+    plan = MemoryPlan(shape, draft.config, 32768)
+    assert sum(one.nbytes for one in step.caches.tensors()) == plan.caches
+    # 147,456 bytes a token of the target, and 20,480 of the draft
+    assert plan.caches == (32768 + 32) * (147_456 + 20_480)
+    used = laid_out(step)
+    assert used <= plan.scratch <= 2 * used
+    plan.check(CARD)
+    assert plan.total < 0.3 * CARD
 
 
 def test_the_table_shows_every_part_and_the_total() -> None:
