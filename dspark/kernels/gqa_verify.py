@@ -209,7 +209,7 @@ def gqa_attend(
     scale: float,
     chunk: int = 64,
     warps: int = 4,
-    stages: int = 3,
+    stages: int = 2,
     pdl: bool | None = None,
 ) -> None:
     """Attention of row t over positions 0 to cursor + t, in G parts: lane g has chunks g, g + G...

@@ -22,7 +22,8 @@ from dspark.testing import tiny_target
 ROOT = Path(__file__).parents[2]
 LAYER = {
     "self_attn.q_proj": ("h", "d"), "self_attn.k_proj": ("kv", "d"),
-    "self_attn.v_proj": ("kv", "d"), "self_attn.o_proj": ("d", "h"), "self_attn.q_norm": ("hd",), "self_attn.k_norm": ("hd",),
+    "self_attn.v_proj": ("kv", "d"), "self_attn.o_proj": ("d", "h"),
+    "self_attn.q_norm": ("hd",), "self_attn.k_norm": ("hd",),
     "mlp.gate_proj": ("I", "d"), "mlp.up_proj": ("I", "d"), "mlp.down_proj": ("d", "I"),
     "input_layernorm": ("d",), "post_attention_layernorm": ("d",),
 }  # fmt: skip

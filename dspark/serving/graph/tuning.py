@@ -42,6 +42,6 @@ class Tuning:
     gqa_lanes: int = 33
     gqa_chunk: int = 64
     gqa_warps: int = 4
-    gqa_stages: int = 3
+    gqa_stages: int = 2
     draft_lanes: int = 32
     draft_chunk: int = 64
