@@ -20,6 +20,7 @@ __all__ = [
     "combine_norm",
     "combine_norm_reference",
     "embed_norm",
+    "finish_row",
     "norm_row",
     "parts_norm",
     "reduce_norm",
@@ -54,7 +55,7 @@ def combine_norm_reference(
 
 
 @triton.jit
-def _finish(
+def finish_row(
     total, old, scale, residual, out, tap, row, tap_row, d, live,
     D: tl.constexpr, EPS: tl.constexpr, TAP: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +94,7 @@ def _reduce_norm_kernel(
     total = tl.zeros([BD], tl.float32)
     for part in tl.static_range(S):
         total += tl.load(parts + part * ROWS * D + place, mask=live, other=0.0).to(tl.float32)
-    _finish(total, old, scale, residual, out, tap, row, tap_row, d, live, D, EPS, TAP)
+    finish_row(total, old, scale, residual, out, tap, row, tap_row, d, live, D, EPS, TAP)
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def _combine_norm_kernel(
         factor = tl.load(factors + row * X + slot)
         part = tl.load(each + (row * X + slot) * D + d, mask=live, other=0.0).to(tl.float32)
         total += factor * part
-    _finish(total, old, scale, residual, out, tap, row, tap_row, d, live, D, EPS, TAP)
+    finish_row(total, old, scale, residual, out, tap, row, tap_row, d, live, D, EPS, TAP)
 
 
 def reduce_norm(
