@@ -78,6 +78,8 @@ class Done(IntEnum):
     LENGTH = 2
     ABORT = 3
     NOT_A_NUMBER = 4
+    LOST = 5
+    """Another rank did not come; the record has one more than its number."""
 
 
 class Record(IntEnum):
@@ -93,6 +95,7 @@ class Record(IntEnum):
     CLOCK_HIGH = 7
     IDS = 8
     CURSOR = 24
+    FAULT = 25
     CHECK = 31
 
 
@@ -120,15 +123,17 @@ _STOPS = tl.constexpr(int(Field.STOPS))
 _TEMPERATURE = tl.constexpr(int(Real.TEMPERATURE))
 _STOP, _LENGTH = tl.constexpr(int(Done.STOP)), tl.constexpr(int(Done.LENGTH))
 _ABORT, _BROKEN = tl.constexpr(int(Done.ABORT)), tl.constexpr(int(Done.NOT_A_NUMBER))
+_LOST = tl.constexpr(int(Done.LOST))
 _IDS = tl.constexpr(int(Record.IDS))
 _CHECK = tl.constexpr(int(Record.CHECK))
 
 
 @triton.jit
-def best_of_part(logits, first, end, floor, temperature, key, BLOCK: tl.constexpr):
-    """Best score of ids ``first``..``end`` - 1, and the lowest id that has it.
+def best_of_part(logits, first, end, floor, temperature, key, before, BLOCK: tl.constexpr):
+    """Best score of ``logits`` ``first``..``end`` - 1, and the lowest id that has it.
 
-    At temperature 0 the logit, above it the scaled logit, from ``floor`` on, and the noise.
+    The first of ``logits`` is id ``before``. At temperature 0 the logit, above it the scaled logit,
+    from ``floor`` on, and the noise.
     """
     best, winner = float("-inf"), NONE
     for start in range(first, end, BLOCK):
@@ -137,10 +142,10 @@ def best_of_part(logits, first, end, floor, temperature, key, BLOCK: tl.constexp
         score = raw
         if temperature > 0:
             score = raw / temperature
-            score = tl.where(score >= floor, score + gumbel(key, v), float("-inf"))
+            score = tl.where(score >= floor, score + gumbel(key, before + v), float("-inf"))
         score = tl.where(score == score, score, float("-inf"))
         peak = tl.max(score, 0)
-        place = tl.min(tl.where(score == peak, v, NONE), 0)
+        place = tl.min(tl.where(score == peak, before + v, NONE), 0)
         # ids rise from piece to piece: of equal scores the first one stays
         winner = tl.where(peak > best, place, winner)
         best = tl.maximum(peak, best)
@@ -149,7 +154,7 @@ def best_of_part(logits, first, end, floor, temperature, key, BLOCK: tl.constexp
 
 @triton.jit
 def _pick_kernel(
-    logits, floors, ints, reals, values, ids, V, PART,
+    logits, floors, ints, reals, values, ids, V, PART, FIRST,
     P: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1)
@@ -161,16 +166,18 @@ def _pick_kernel(
     position = tl.load(ints + _CURSOR) + row + 1
     key = noise_key(tl.load(ints + _SEED_LOW), tl.load(ints + _SEED_HIGH), position)
     end = tl.minimum((part + 1) * PART, V)
-    best, winner = best_of_part(logits + row * V, part * PART, end, floor, temperature, key, BLOCK)
+    best, winner = best_of_part(
+        logits + row * V, part * PART, end, floor, temperature, key, FIRST, BLOCK
+    )
     tl.store(values + row * P + part, best)
     tl.store(ids + row * P + part, winner)
 
 
 @triton.jit
 def _accept_kernel(
-    values, ids, proposals, ints, mailbox, schedule, ring,
+    values, ids, proposals, ints, mailbox, schedule, ring, faults,
     P: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, SIZE: tl.constexpr,
-    PDL: tl.constexpr, WIDE: tl.constexpr,
+    RANKS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, ROWS)
     p = tl.arange(0, P)
@@ -200,6 +207,11 @@ def _accept_kernel(
     emitted = tl.minimum(emitted, first + 1)
     ended = tl.where(broken > 0, _BROKEN, ended)
     emitted = tl.where(broken > 0, 0, emitted)
+    fault = 0
+    if RANKS:
+        fault = tl.load(faults)
+        ended = tl.where(fault > 0, _LOST, ended)
+        emitted = tl.where(fault > 0, 0, emitted)
     request = tl.load(ints + _REQUEST)
     ended = tl.where((ended == 0) & (tl.load(mailbox) == request), _ABORT, ended)
     done = tl.where(done != 0, done, ended)
@@ -236,6 +248,7 @@ def _accept_kernel(
     record = tl.where(w == 6, low, record)
     record = tl.where(w == 7, high, record)
     record = tl.where(w == 24, cursor, record)
+    record = tl.where(w == 25, fault, record)
     record = tl.where(w == _CHECK, tl.sum(record, 0) ^ 0x5EED, record)
     tl.store(ring + serial % Q * SIZE + w, record)
 
@@ -248,10 +261,13 @@ def pick_parts(
     values: Tensor,  # [R, P] float32
     ids: Tensor,  # [R, P] int32
     *,
+    first: int = 0,
     block: int = 1024,
     pdl: bool | None = None,
 ) -> None:
     """The best token of each of P parts of the vocabulary, for every live row.
+
+    ``first``: the id that the first logit belongs to, where a rank has a part of the vocabulary.
 
     At temperature 0 by logit, above it by scaled logit and noise: `decoding.sampling.pick`. Ties go
     to the lowest id; NaN never wins.
@@ -266,7 +282,7 @@ def pick_parts(
             f"{tuple(logits.shape)}, {tuple(values.shape)} and {tuple(ids.shape)}"
         )
     _pick_kernel[(parts, ROWS)](
-        logits, floors, ints, reals, values, ids, size, triton.cdiv(size, parts),
+        logits, floors, ints, reals, values, ids, size, triton.cdiv(size, parts), first,
         P=parts, BLOCK=block, num_warps=4, **flags(logits, pdl),
     )  # fmt: skip
 
@@ -280,6 +296,7 @@ def accept(
     schedule: Tensor,  # int32, accepted proposals of simulated steps
     ring: Tensor,  # [Q, 32] int32
     *,
+    fault: Tensor | None = None,  # [1] int32, of `Peers`
     pdl: bool | None = None,
 ) -> None:
     """Commit what the target confirms, and write this step's record (`Record`).
@@ -295,5 +312,7 @@ def accept(
         )
     _accept_kernel[(1,)](
         values, ids, proposals, ints, mailbox, schedule, ring,
-        P=parts, ROWS=ROWS, Q=len(ring), SIZE=RECORD, num_warps=4, **flags(values, pdl),
+        mailbox if fault is None else fault,
+        P=parts, ROWS=ROWS, Q=len(ring), SIZE=RECORD, RANKS=fault is not None, num_warps=4,
+        **flags(values, pdl),
     )  # fmt: skip

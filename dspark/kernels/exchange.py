@@ -28,6 +28,7 @@ from dspark.kernels.reduce_norm import finish_row, norm_row
 __all__ = [
     "CHOICE_WORDS",
     "Stage",
+    "add_ranks",
     "choose",
     "exchange_norm",
     "exchange_norm_reference",
@@ -173,6 +174,36 @@ def _choose_kernel(
         tl.store(turns + line, turn)
 
 
+@triton.jit
+def _add_kernel(
+    x, out, bases, flags, data, turns, looks, fault, first, N,
+    RANKS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    TELL: tl.constexpr, HEAR: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    program, local = tl.program_id(0), tl.program_id(1)
+    rank = first + local
+    i = tl.arange(0, BLOCK)
+    n = program.to(tl.int64) * BLOCK + i
+    inside = n < N
+    dtype = x.dtype.element_ty
+    begin(PDL)
+    turn = turn_of(turns, local * PROGRAMS + program)
+    if TELL:
+        mine = spoken(bases, rank, data, turn, program, WORDS, PROGRAMS)
+        piece = tl.load(x + local.to(tl.int64) * N + n, mask=inside, other=0.0)
+        tl.store(mine.to(tl.pointer_type(dtype)) + i, piece, mask=inside)
+        tell_all(bases, flags, turn, program, rank, RANKS, PROGRAMS)
+    if HEAR:
+        await_all(bases, flags, turn, program, rank, looks, fault + local, RANKS, PROGRAMS)
+        total = tl.zeros([BLOCK], tl.float32)
+        for peer in tl.static_range(RANKS):
+            theirs = spoken(bases, peer, data, turn, program, WORDS, PROGRAMS)
+            theirs = theirs.to(tl.pointer_type(dtype))
+            total += tl.load(theirs + i, mask=inside, other=0.0, volatile=True).to(tl.float32)
+        tl.store(out + local.to(tl.int64) * N + n, total.to(dtype), mask=inside)
+        tl.store(turns + local * PROGRAMS + program, turn)
+
+
 def exchange_norm(
     room: Room,  # [R] programs of D words
     parts: Tensor,  # [Z, S, R, D], or [Z, R, X, D] with ``factors``; float32 or that of `out`
@@ -306,6 +337,37 @@ def choose(
         P=parts, RANKS=peers.ranks, ROWS=ROWS, WORDS=CHOICE_WORDS, num_warps=1,
         **_staged(stage), **flags(values, pdl),
     )  # fmt: skip
+
+
+def add_ranks(
+    room: Room,
+    x: Tensor,  # [Z, ...] float32 or bfloat16
+    out: Tensor,  # like x
+    *,
+    stage: Stage = "both",
+) -> None:
+    """Sum over ranks of any number of elements, in the order of the ranks and in float32.
+
+    For prompts: in as many launches as the room needs. With one rank in this process tensors are
+    without [Z]; with several they must fit one launch.
+
+    Raises:
+        ValueError: shapes differ, or do not fit.
+    """
+    peers = room.peers
+    if x.shape != out.shape or x.dtype != out.dtype or not out.is_contiguous():
+        raise ValueError(f"add_ranks wants an out like x, got {tuple(out.shape)} {out.dtype}")
+    flat, total = x.reshape(peers.local, -1), out.view(peers.local, -1)
+    block = 4 * room.width // x.element_size()
+    most = block * room.programs
+    if peers.local > 1 and flat.shape[1] > most:
+        raise ValueError(f"{peers.local} ranks of a process add {most} at once, not {x[0].numel()}")
+    for piece, into in zip(flat.split(most, 1), total.split(most, 1), strict=True):
+        _add_kernel[(triton.cdiv(piece.shape[1], block), peers.local)](
+            piece, into, *_of(room), piece.shape[1],
+            RANKS=peers.ranks, PROGRAMS=room.programs, BLOCK=block, WORDS=room.width, num_warps=4,
+            **_staged(stage), **flags(x),
+        )  # fmt: skip
 
 
 def _of(room: Room) -> tuple[Tensor | int, ...]:

@@ -94,7 +94,7 @@ def _pick_row_kernel(
     end = tl.minimum((part + 1) * PART, V)
     best, winner = best_of_part(
         logits + (rows - 1).to(tl.int64) * V, part * PART, end,
-        tl.full([], float("-inf"), tl.float32), tl.load(reals + _TEMPERATURE), key, BLOCK,
+        tl.full([], float("-inf"), tl.float32), tl.load(reals + _TEMPERATURE), key, 0, BLOCK,
     )  # fmt: skip
     tl.store(values + part, best)
     tl.store(ids + part, winner)

@@ -18,7 +18,7 @@ __all__ = ["best_place", "chain", "filtered", "pair_bias", "shortlist"]
 
 @triton.jit
 def _shortlist_kernel(
-    logits, values, ids, V, SIZE,
+    logits, values, ids, V, SIZE, FIRST,
     C: tl.constexpr, EACH: tl.constexpr, EP: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def _shortlist_kernel(
     for place in tl.static_range(EACH):
         score, at = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
         scores = tl.where(e == place, score, scores)
-        found = tl.where(e == place, part * SIZE + at, found)
+        found = tl.where(e == place, FIRST + part * SIZE + at, found)
         left = tl.where(i == at, float("-inf"), left)
     target = row * C + part * EACH + e
     tl.store(values + target, scores, mask=e < EACH)
@@ -166,6 +166,7 @@ def shortlist(
     ids: Tensor,  # [K, C] int32
     *,
     slots: int,
+    first: int = 0,
     per_part: int = 8,
     parts: int = 16,
     warps: int = 8,
@@ -173,6 +174,7 @@ def shortlist(
 ) -> None:
     """The ``per_part`` best of each of ``parts`` equal runs of the vocabulary, by falling logit.
 
+    ``first``: the id that the first logit belongs to, where a rank has a part of the vocabulary.
     Of equal logits the lower ids come first. Places that a run cannot fill have value -inf and id
     0. Nothing is allocated and nothing waited for.
 
@@ -189,7 +191,7 @@ def shortlist(
     check_shapes("shortlist", values=(values, (slots, wide)), ids=(ids, (slots, wide)))
     size = triton.cdiv(vocabulary, parts)
     _shortlist_kernel[(parts, slots)](
-        logits, values, ids, vocabulary, size,
+        logits, values, ids, vocabulary, size, first,
         C=wide, EACH=per_part, EP=triton.next_power_of_2(per_part),
         BV=triton.next_power_of_2(size), num_warps=warps, **flags(logits, pdl),
     )  # fmt: skip

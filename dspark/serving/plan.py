@@ -25,7 +25,7 @@ from dspark.target.rows import CHUNK
 from dspark.target.rows import MOST_ROWS as ROWS
 from dspark.target.sizes import rank_bytes
 
-__all__ = ["DEFAULT_CONTEXT", "MemoryPlan"]
+__all__ = ["DEFAULT_CONTEXT", "MemoryPlan", "exchange_heap"]
 
 DEFAULT_CONTEXT = 32768
 
@@ -40,6 +40,21 @@ _PIECE = PREFILL_ROWS["cuda"]
 _SMALL = 1 << 20
 """State, records, parts of the vocabulary, bounds of filters."""
 _RESERVE = 1 << 30
+
+
+def exchange_heap(config: LingConfig | DenseShape, ranks: int) -> int:
+    """Bytes that each of several ranks shares with the others: the rooms of a step's exchanges."""
+    share = config.vocab_size // ranks
+    rooms = (
+        (ROWS, config.hidden_size),  # sums
+        (ROWS, 4),  # choices
+        (2 * ROWS, _CANDIDATES // ranks),
+        (ROWS * -(-share // 1024), 1024),  # logits, where they are filtered
+        (1, 4),
+        (256, 4096),  # sums of a prompt
+    )
+    flags = sum(_aligned(4 * ranks * programs) for programs, _ in rooms)
+    return flags + sum(_aligned(8 * programs * width) for programs, width in rooms)
 
 
 @dataclass(frozen=True)
@@ -160,6 +175,13 @@ class MemoryPlan:
         return outputs, rows, total
 
     @property
+    def exchange(self) -> int:
+        """What ranks share, and the whole logits where a request filters what it samples."""
+        if self.ranks == 1:
+            return 0
+        return exchange_heap(self.config, self.ranks) + ROWS * self.config.vocab_size * _WIDE
+
+    @property
     def prompt(self) -> int:
         """While the longest prompt is read: its own cache, taps, and one layer's tensors."""
         return self._prompt(self.context)
@@ -175,6 +197,7 @@ class MemoryPlan:
             "reading a prompt": self.prompt,
             "earlier prompts": self.prefix_cache,
             "reserve": _RESERVE,
+            **({"exchange": self.exchange} if self.ranks > 1 else {}),
         }
 
     def to_dict(self) -> dict[str, int]:
@@ -278,6 +301,10 @@ class MemoryPlan:
         stack = 2 * (config.num_experts + 1) * inner * hidden * _NARROW
         busy = max(attention, recurrence, experts) + 8 * piece * hidden * _NARROW
         return max(kept + busy, stack)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
 
 
 def _gb(size: int) -> str:

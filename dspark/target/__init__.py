@@ -31,6 +31,7 @@ __all__ = [
     "Rows",
     "Target",
     "library_config",
+    "ling_directory",
     "load",
     "load_ling",
     "load_tokenizer",
@@ -191,15 +192,18 @@ def load_ling(
     ranks: int = 1,
     rank: int = 0,
     reduce: Reduce | None = None,
+    whole_embedding: bool = False,
     nextn: bool = False,
 ) -> LingTarget:
     """Load a Ling-3.0 checkpoint, whole or as one of ``ranks`` (``reduce`` sums over them).
+
+    ``whole_embedding``: a rank holds all rows of that table.
 
     Raises:
         TargetError: it cannot be found, does not fit its config, is not a Ling-3.0 model, or has no
             NEXTN block where one is wanted.
     """
-    directory = _directory(resolve(settings), settings)
+    directory = ling_directory(settings)
     config = LingConfig.from_file(directory / "config.json", settings.config_overrides)
     if nextn and not config.num_nextn_predict_layers:
         raise TargetError(
@@ -214,6 +218,7 @@ def load_ling(
         ranks=ranks,
         rank=rank,
         reduce=reduce,
+        whole_embedding=whole_embedding,
         nextn=nextn,
         swiglu_limits=settings.apply_swiglu_limits,
     )
@@ -262,7 +267,13 @@ def _raw_config(place: str, settings: TargetSettings) -> dict[str, Any]:
     return raw if isinstance(raw, dict) else {}
 
 
-def _directory(place: str, settings: TargetSettings) -> Path:
+def ling_directory(settings: TargetSettings) -> Path:
+    """Where the files of a checkpoint lie, downloaded if they have to be.
+
+    Raises:
+        TargetError: it cannot be found.
+    """
+    place = resolve(settings)
     if Path(place).is_dir():
         return Path(place)
     from huggingface_hub import snapshot_download

@@ -63,9 +63,12 @@ class NextN(Layer):
 
 
 class _Decoder(nn.Module):
-    def __init__(self, config: LingConfig, ranks: int, nextn: bool, limits: bool) -> None:
+    def __init__(
+        self, config: LingConfig, ranks: int, nextn: bool, limits: bool, whole_embedding: bool
+    ) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size // ranks, config.hidden_size)
+        rows = config.vocab_size if whole_embedding else config.vocab_size // ranks
+        self.word_embeddings = nn.Embedding(rows, config.hidden_size)
         layers: list[Layer] = [
             Layer(config, layer, ranks, limits) for layer in range(config.num_hidden_layers)
         ]
@@ -84,6 +87,7 @@ class LingModel(nn.Module):
     Args:
         ranks, rank: tensor-parallel ranks, and which of them this is.
         reduce: sum over ranks; needed with more than one.
+        whole_embedding: every rank holds the whole table, and looks rows up by itself.
         nextn: also build the NEXTN block.
         swiglu_limits: False leaves the limits out, as the official modeling code does.
 
@@ -98,6 +102,7 @@ class LingModel(nn.Module):
         ranks: int = 1,
         rank: int = 0,
         reduce: Reduce | None = None,
+        whole_embedding: bool = False,
         nextn: bool = False,
         swiglu_limits: bool = True,
     ) -> None:
@@ -106,7 +111,7 @@ class LingModel(nn.Module):
         self.config = config
         self.ranks, self.rank = ranks, rank
         self.reduce: Reduce = reduce or (lambda part: part)
-        self.model = _Decoder(config, ranks, nextn, swiglu_limits)
+        self.model = _Decoder(config, ranks, nextn, swiglu_limits, whole_embedding)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size // ranks, bias=False)
         self.placement: tuple[torch.device, ...] = ()
         """Device of each layer, where they are on several; embedding, norm and head are on the
@@ -158,9 +163,9 @@ class LingModel(nn.Module):
         return LingCache(layer_ids, kda, latents)
 
     def embed(self, input_ids: Tensor) -> Tensor:  # [...] int64 -> [..., D]
-        """Rows of the embedding table, which ranks share by vocabulary."""
+        """Rows of the embedding table, which ranks may share by vocabulary."""
         table = self.model.word_embeddings
-        if self.ranks == 1:
+        if table.num_embeddings == self.config.vocab_size:
             out: Tensor = table(input_ids)
             return out
         local = input_ids - self.rank * table.num_embeddings

@@ -9,6 +9,7 @@ Symbols: E experts, I inner width of a rank, D hidden.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from dspark.target.layout import TensorSpec, is_quantised, tensors
 from dspark.target.model import LingModel, Reduce
 from dspark.target.shards import Stored, read_headers, write_shards
 
-__all__ = ["SHARD_BYTES", "fill", "load_model", "save_model"]
+__all__ = ["SHARD_BYTES", "fill", "load_model", "read_tensor", "save_model"]
 
 SHARD_BYTES = 5 << 30
 _SCALE = "_scale_inv"
@@ -41,6 +42,7 @@ def load_model(
     ranks: int = 1,
     rank: int = 0,
     reduce: Reduce | None = None,
+    whole_embedding: bool = False,
     nextn: bool = False,
     swiglu_limits: bool = True,
 ) -> LingModel:
@@ -59,6 +61,7 @@ def load_model(
             ranks=ranks,
             rank=rank,
             reduce=reduce,
+            whole_embedding=whole_embedding,
             nextn=nextn,
             swiglu_limits=swiglu_limits,
         )
@@ -74,6 +77,20 @@ def load_model(
     for file in track(sorted(by_file), f"loading {directory.name}", len(by_file)):
         _read_file(file, by_file[file], held, places, ranks, rank)
     return model
+
+
+def read_tensor(directory: Path, name: str) -> Tensor:
+    """One whole tensor, as it is stored.
+
+    Raises:
+        TargetError: there is none of this name.
+    """
+    stored = read_headers(directory).get(name)
+    if stored is None:
+        raise TargetError(f"{directory} holds no tensor {name}")
+    with safe_open(str(stored.file), framework="pt") as opened:  # type: ignore[no-untyped-call]
+        found: Tensor = opened.get_tensor(name)
+    return found
 
 
 def save_model(model: LingModel, directory: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -110,7 +127,9 @@ def fill(model: LingModel, values: Callable[[TensorSpec], Tensor]) -> None:
             if _nextn(model.config, spec.name) and not model.has_nextn:
                 continue
             place = places.of(spec)
-            place.copy_(values(spec)[_slice(spec, model.ranks, model.rank)].view(place.shape))
+            place.copy_(
+                values(spec)[_slice(spec, model.ranks, model.rank, place)].view(place.shape)
+            )
 
 
 def _nextn(config: LingConfig, name: str) -> bool:
@@ -150,23 +169,24 @@ def _read_file(
     try:
         with safe_open(str(file), framework="pt") as opened:  # type: ignore[no-untyped-call]
             for spec in specs:
+                place = places.of(spec)
+                mine = _slice(spec, ranks, rank, place)
                 if held[spec.name].dtype == "F8_E4M3":
-                    whole = _dequantised(opened.get_tensor(spec.name), spec.name, file, held)
-                    value = whole[_slice(spec, ranks, rank)]
+                    value = _dequantised(opened.get_tensor(spec.name), spec.name, file, held)[mine]
                 else:
-                    value = opened.get_slice(spec.name)[_slice(spec, ranks, rank)]
+                    value = opened.get_slice(spec.name)[mine]
                 if not bool(value.isfinite().all()):
                     raise TargetError(f"{file}: {spec.name} holds NaN or infinity")
-                place = places.of(spec)
                 with torch.no_grad():
                     place.copy_(value.view(place.shape))
     except (OSError, SafetensorError) as error:
         raise TargetError(f"cannot read {file}: {error}") from None
 
 
-def _slice(spec: TensorSpec, ranks: int, rank: int) -> tuple[slice, ...]:
+def _slice(spec: TensorSpec, ranks: int, rank: int, place: Tensor) -> tuple[slice, ...]:
+    """What goes to ``place``, which may be a rank's own although it holds the whole."""
     parts = [slice(None)] * len(spec.shape)
-    if spec.split is not None:
+    if spec.split is not None and place.numel() < prod(spec.shape):
         width = spec.shape[spec.split] // ranks
         parts[spec.split] = slice(rank * width, (rank + 1) * width)
     return tuple(parts)

@@ -15,6 +15,7 @@ from torch import Tensor
 from dspark.kernels.exchange import (
     CHOICE_WORDS,
     Stage,
+    add_ranks,
     choose,
     exchange_norm,
     exchange_norm_reference,
@@ -143,6 +144,37 @@ def test_words_are_gathered_in_the_order_of_the_ranks(
             gather(room, x, out, stage=stage)
         for rank in range(4):
             assert torch.equal(out[rank], torch.cat(list(x), -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompts_sums_are_those_of_one_order(dtype: torch.dtype, device: torch.device) -> None:
+    peers = simulated(4, room_bytes(4, 8, 64), device)
+    room = peers.room(8, 64)
+    for turn, length in enumerate((3, 9)):
+        x = drawn(4, length, 50, seed=turn, device=device, dtype=dtype)
+        out = torch.full_like(x, torch.nan)
+        for stage in stages(device):
+            add_ranks(room, x, out, stage=stage)
+        total = torch.zeros(length, 50, device=device)
+        for one in x:
+            total += one.float()
+        for one in out:
+            assert torch.equal(one, out[0])
+            # the interpreter rounds to bfloat16 in its own way
+            near = 0.0 if dtype == torch.float32 else 2**-7
+            torch.testing.assert_close(one, total.to(dtype), rtol=near, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_sum_may_take_several_launches() -> None:
+    device = torch.device("cuda")
+    heaps = torch.zeros(1, room_bytes(1, 8, 64), dtype=torch.uint8, device=device)
+    peers = Peers(list(heaps))
+    x = torch.randn(1000, 50, device=device)
+    out = torch.full_like(x, torch.nan)
+    add_ranks(peers.room(8, 64), x, out)
+    assert torch.equal(out, x)
 
 
 def test_all_choose_among_the_best_of_each_rank(device: torch.device) -> None:

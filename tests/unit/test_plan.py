@@ -14,8 +14,9 @@ from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
 from dspark.provenance import read_object
 from dspark.serving import plan, plan_dense
-from dspark.serving.graph.arena import SHORTLIST_EACH, SHORTLIST_PARTS, Caches
+from dspark.serving.graph.arena import Caches
 from dspark.serving.graph.dense import dense_weights
+from dspark.serving.graph.exchange import SHORTLIST_EACH, SHORTLIST_PARTS
 from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import DraftWeights, NextNWeights, TargetWeights

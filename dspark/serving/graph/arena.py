@@ -14,6 +14,7 @@ from torch import Tensor
 from dspark.kernels.accept import RECORD, RING, STOP_IDS, Field, Real
 from dspark.kernels.kda_verify import KDASlots
 from dspark.kernels.launch import ROWS
+from dspark.serving.graph.exchange import Exchange
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import (
     DraftWeights,
@@ -26,8 +27,6 @@ from dspark.serving.graph.weights import (
 __all__ = ["Arena", "Caches"]
 
 PICK_PARTS = 64
-SHORTLIST_PARTS = 16
-SHORTLIST_EACH = 8
 MOST_SCHEDULE = 4096
 _GUARD = 2 * ROWS
 """Positions behind the context that steps may write: of those that were queued when it ended."""
@@ -86,13 +85,21 @@ class Arena:
 
     Attributes:
         ints, reals: the state, by `Field` and `Real`.
+        exchange: with the other ranks; None: there are none.
     """
 
-    def __init__(self, target: TargetWeights, draft: DraftWeights | None, tuning: Tuning) -> None:
+    def __init__(
+        self,
+        target: TargetWeights,
+        draft: DraftWeights | None,
+        tuning: Tuning,
+        exchange: Exchange | None = None,
+    ) -> None:
         like = target.head
         device, dtype = like.device, like.dtype
         hidden, config = target.config.hidden_size, target.config
         self.device, self.dtype, self.tuning = device, dtype, tuning
+        self.exchange = exchange
         self.ints = torch.zeros(int(Field.STOPS) + STOP_IDS, dtype=torch.int32, device=device)
         self.reals = torch.zeros(len(Real), device=device)
         self.mailbox = torch.zeros(1, dtype=torch.int32, device=device)

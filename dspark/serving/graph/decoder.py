@@ -9,6 +9,8 @@ from dspark.decoding import Commit, DecodeParams, check_request
 from dspark.decoding.loop import stop_ids
 from dspark.errors import ConfigError, RunError
 from dspark.kernels.accept import Done
+from dspark.serving.engine import EngineLost
+from dspark.serving.graph.exchange import lost_rank
 from dspark.serving.graph.step import GraphStep, StepRecord
 
 __all__ = ["GraphDecoder", "wait_for"]
@@ -34,6 +36,7 @@ class GraphDecoder:
             ConfigError: the prompt does not fit, the sampling is none the kernels know, or
                 logprobs are asked for.
             RunError: the device gave NaN, or no result for `patience_s`.
+            EngineLost: another rank did not come to a step.
         """
         step = self.step
         if params.top_logprobs is not None:
@@ -66,6 +69,8 @@ class GraphDecoder:
                 record = wait_for(step, reading, self.patience_s)
                 stuck = False
                 reading += 1
+                if record.missing_rank is not None:
+                    raise EngineLost(lost_rank(record.missing_rank))
                 if record.done == Done.NOT_A_NUMBER:
                     raise RunError("the target's logits hold no number; the request was ended")
                 elapsed = (record.clock_ns - clock) / 1e9 if clock else time.perf_counter() - begun

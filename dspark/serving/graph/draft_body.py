@@ -4,14 +4,17 @@ Symbols: R = 16 rows, K slots, C candidates of a slot.
 """
 
 import torch
+from torch import Tensor
 
 from dspark.kernels.accept import Field, Real
 from dspark.kernels.draft_attention import draft_append, draft_attend, draft_combine, draft_rotate
 from dspark.kernels.launch import ROWS
 from dspark.kernels.products import swiglu16
 from dspark.kernels.proposals import chain, pair_bias, shortlist
-from dspark.kernels.reduce_norm import embed_norm, parts_norm, reduce_norm
-from dspark.serving.graph.arena import SHORTLIST_EACH, SHORTLIST_PARTS, Arena, Caches
+from dspark.kernels.reduce_norm import embed_norm
+from dspark.serving.graph.arena import Arena, Caches
+from dspark.serving.graph.exchange import SHORTLIST_EACH, SHORTLIST_PARTS
+from dspark.serving.graph.sums import add_norm, norm_sum
 from dspark.serving.graph.target_body import head_logits, product
 from dspark.serving.graph.weights import DraftWeights, TargetWeights
 
@@ -47,7 +50,7 @@ class DraftBody:
         assert self.caches.values is not None
         parts = product(arena, "draft context", "fc", self.taps, weights.fc)
         if arena.on("draft context"):
-            parts_norm(parts, weights.context_norm, arena.normed, eps=weights.eps)
+            norm_sum(arena, parts, weights.context_norm, eps=weights.eps)
         projected = product(arena, "draft context", "context", arena.normed, weights.context)
         if arena.on("draft context"):
             draft_append(
@@ -88,10 +91,7 @@ class DraftBody:
                 draft_combine(total, peaks, masses, mixed, slots=slots)
             out = product(arena, "draft layers", "mixed", mixed, layer.out)
             if arena.on("draft layers"):
-                reduce_norm(
-                    out, arena.residual, layer.ffn_norm, arena.normed, eps=weights.eps,
-                    warps=arena.tuning.norm_warps,
-                )  # fmt: skip
+                add_norm(arena, out, layer.ffn_norm, eps=weights.eps)
             parts = product(arena, "draft layers", "gate up", arena.normed, layer.gate_up)
             inner = arena.scratch("draft inner", (ROWS, layer.down.shape[1]), arena.dtype)
             if arena.on("draft layers"):
@@ -100,10 +100,7 @@ class DraftBody:
             last = index + 1 == len(weights.layers)
             after = weights.norm if last else weights.layers[index + 1].norm
             if arena.on("draft layers"):
-                reduce_norm(
-                    out, arena.residual, after, arena.normed, eps=weights.eps,
-                    warps=arena.tuning.norm_warps,
-                )  # fmt: skip
+                add_norm(arena, out, after, eps=weights.eps)
 
     def propose(self) -> None:
         """Tokens for the slots, one after the other, and how many."""
@@ -112,9 +109,7 @@ class DraftBody:
         count = SHORTLIST_PARTS * SHORTLIST_EACH
         if not arena.on("proposals"):
             return
-        values = arena.scratch("candidates", (slots, count))
-        ids = arena.scratch("candidate ids", (slots, count), torch.int32)
-        shortlist(logits, values, ids, slots=slots, per_part=SHORTLIST_EACH, parts=SHORTLIST_PARTS)
+        values, ids = self._candidates(logits, count)
         w1, w2 = weights.markov or (None, None)
         conf_weight, conf_bias, temperatures = weights.confidence or (None, None, None)
         bias = arena.scratch("bias", (slots, count, count))
@@ -132,3 +127,19 @@ class DraftBody:
             min_p=arena.real(Real.MIN_P), seed_low=arena.of(Field.SEED_LOW),
             seed_high=arena.of(Field.SEED_HIGH), slots=slots,
         )  # fmt: skip
+
+    def _candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The best of each slot: logits and ids [K, C] from the whole vocabulary."""
+        arena, slots, exchange = self.arena, self.weights.block_size, self.arena.exchange
+        mine = count if exchange is None else exchange.candidates
+        first = 0 if exchange is None else exchange.first
+        both = arena.scratch("candidates", (2, slots, mine), torch.int32)
+        shortlist(
+            logits, both[0].view(torch.float32), both[1], slots=slots, first=first,
+            per_part=SHORTLIST_EACH, parts=mine // SHORTLIST_EACH,
+        )  # fmt: skip
+        if exchange is not None:
+            whole = arena.scratch("all candidates", (2, slots, count), torch.int32)
+            exchange.shortlist(both, whole)
+            both = whole
+        return both[0].view(torch.float32), both[1]

@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from dspark.draft.layers import rotate
 from dspark.serving.graph.arena import Caches
 from dspark.serving.graph.weights import DraftWeights
-from dspark.target.model import LingModel
+from dspark.target.model import LingModel, Reduce
 from dspark.target.mtp import nextn_latents
 from dspark.target.norm import rms_norm
 from dspark.target.state import LingCache
@@ -101,8 +101,11 @@ def fill_context(
     caches: Caches,
     taps: Tensor,  # [S, F D] (of this rank's inputs)
     start: int = 0,
+    reduce: Reduce | None = None,
 ) -> None:
     """Keys and values of the draft for positions ``start``...: `DSparkDraftModel.extend`.
+
+    ``reduce``: sums over the ranks whose inputs `taps` are.
 
     Not by it: a rank's heads, and keys beside values, lie otherwise than in the modules.
     """
@@ -110,7 +113,8 @@ def fill_context(
     assert caches.values is not None
     for first in range(0, len(taps), _PIECE):
         piece = taps[first : first + _PIECE].to(draft.fc.dtype)
-        rows = rms_norm(F.linear(piece, draft.fc), draft.context_norm, draft.eps)
+        rows = F.linear(piece, draft.fc)
+        rows = rms_norm(reduce(rows) if reduce else rows, draft.context_norm, draft.eps)
         at = start + first + torch.arange(len(piece), device=taps.device)
         angles = at[:, None].float() * draft.inverse
         angles = torch.cat([angles, angles], -1)
@@ -127,17 +131,19 @@ def fill_context(
 class ArenaContext(_Pairs):
     """A draft's context in the arena, from the start of a prompt on."""
 
-    def __init__(self, draft: DraftWeights, caches: Caches, rank: int) -> None:
+    def __init__(
+        self, draft: DraftWeights, caches: Caches, rank: int, reduce: Reduce | None = None
+    ) -> None:
         assert caches.keys is not None
         assert caches.values is not None
         super().__init__(dict(enumerate(zip(caches.keys, caches.values, strict=True))))
-        self._draft, self._caches, self._rank = draft, caches, rank
+        self._draft, self._caches, self._rank, self._reduce = draft, caches, rank, reduce
 
     def extend(self, taps: Tensor) -> None:  # [n, F D] of the whole layers
         """Append what the taps of the next ``n`` positions come to."""
         width = self._draft.fc.shape[1]
         mine = taps[:, self._rank * width : (self._rank + 1) * width]
-        fill_context(self._draft, self._caches, mine, self.length)
+        fill_context(self._draft, self._caches, mine, self.length, self._reduce)
         self.length += len(taps)
 
 

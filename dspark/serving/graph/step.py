@@ -23,9 +23,11 @@ from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.kernels.accept import RING, STOP_IDS, Done, Field, Real, Record, accept
 from dspark.kernels.filter_floor import FilterScratch, filter_floor
+from dspark.kernels.peers import Peers
 from dspark.serving.graph.arena import MOST_SCHEDULE, Arena, Caches
 from dspark.serving.graph.dense import dense_weights
 from dspark.serving.graph.draft_body import DraftBody
+from dspark.serving.graph.exchange import Exchange
 from dspark.serving.graph.nextn_body import NextNBody
 from dspark.serving.graph.prompt import ArenaContext, PromptCache, fill_nextn, hand_over
 from dspark.serving.graph.target_body import TargetBody
@@ -60,6 +62,8 @@ class StepRecord:
     """Device time at which it was committed."""
     cursor: int
     """Tokens that were committed before it."""
+    missing_rank: int | None = None
+    """A rank that did not come to an exchange."""
 
 
 class GraphStep:
@@ -70,6 +74,7 @@ class GraphStep:
         num_draft_tokens: proposals a round; None: `draft_limit`'s default.
         embedding: the whole embedding table, where ``target`` is one rank of several.
         nextn: proposals a round of the model's own NEXTN block, instead of a draft; 0: none.
+        peers: memory of the other ranks, where ``target`` is one that steps with them.
         prefixes: prompts that were read, for those that begin alike; not used with a NEXTN block,
             which needs the last hidden states of all of a prompt.
 
@@ -88,6 +93,7 @@ class GraphStep:
         tuning: Tuning | None = None,
         nextn: int = 0,
         prefixes: PrefixCache | None = None,
+        peers: Peers | None = None,
     ) -> None:
         if reason := unsupported(target, draft):
             raise ConfigError(f"the graph engine cannot run this: {reason}")
@@ -96,6 +102,8 @@ class GraphStep:
                 f"context must lie in 1..{target.max_position_embeddings}, got {context}"
             )
         _check_nextn(target, draft, nextn)
+        if nextn and peers is not None:
+            raise ConfigError(f"nextn is {nextn}: a NEXTN block does not run on several ranks yet")
         self.target, self.context = target, context
         self.limit = nextn
         if draft is not None:
@@ -104,6 +112,7 @@ class GraphStep:
             self.limit = draft_limit(nextn, num_draft_tokens)
         ling = target.model if isinstance(target, LingTarget) else None
         ranks, self.rank = (ling.ranks, ling.rank) if ling else (1, 0)
+        self._reduce = ling.reduce if ling else None
         with torch.no_grad():
             if isinstance(target, LingTarget):
                 self.weights = TargetWeights.of(target.model, embedding)
@@ -114,7 +123,12 @@ class GraphStep:
                 self.draft = DraftWeights.of(draft, ranks, self.rank)
             self.nextn = NextNWeights.of(ling) if ling and nextn else None
             self.caches = Caches.empty(self.weights, self.draft, context, self.nextn)
-            self.arena = Arena(self.weights, self.draft, tuning or Tuning())
+            self.exchange = None
+            if peers is not None:
+                slots = self.draft.block_size if self.draft else 0
+                share = len(self.weights.head)
+                self.exchange = Exchange(peers, self.weights.config.hidden_size, share, slots)
+            self.arena = Arena(self.weights, self.draft, tuning or Tuning(), self.exchange)
         layer_ids = self.draft.layer_ids if self.draft else ()
         self.target_body = TargetBody(
             self.weights, self.arena, self.caches, layer_ids, self.limit + 1
@@ -156,6 +170,8 @@ class GraphStep:
         stops = sorted(stop_ids(self.target, params))
         if len(stops) > STOP_IDS:
             raise ConfigError(f"at most {STOP_IDS} stop ids are possible, got {len(stops)}")
+        if self.exchange is not None:
+            self.exchange.in_prompts()
         layer_ids = self.draft.layer_ids if self.draft else ()
         cache: LingCache | PromptCache
         if isinstance(self.target, LingTarget):
@@ -174,12 +190,15 @@ class GraphStep:
         else:
             context = None
             if self.draft is not None:
-                context = ArenaContext(self.draft, self.caches, self.rank)
+                context = ArenaContext(self.draft, self.caches, self.rank, self._reduce)
             logits, self.num_reused = read_prompt(
                 self.target, cache, prompt, context, self._prefixes
             )
         where = torch.tensor([cache.length], device=self.device)
         first = int(pick(logits, params.sampling, where)[0])
+        if self.exchange is not None:
+            self.exchange.check()
+            self.exchange.in_steps()
         if isinstance(cache, LingCache):
             hand_over(cache, self.caches)
         left = min(params.max_new_tokens, self.context - len(prompt_ids)) - 1
@@ -253,13 +272,14 @@ class GraphStep:
         self.propose()
         logits = self.target_body.verify()
         if self._filtered and arena.on("filters"):
-            filter_floor(logits, arena.ints, arena.reals, self._filters, arena.floors)
-        self.target_body.pick(logits)
+            whole = self.target_body.whole(logits)
+            filter_floor(whole, arena.ints, arena.reals, self._filters, arena.floors)
+        picked, ids = self.target_body.pick(logits)
         if not arena.on("accept"):
             return
         accept(
-            arena.picked, arena.picked_ids, arena.proposals, arena.ints, arena.mailbox,
-            arena.schedule, arena.ring,
+            picked, ids, arena.proposals, arena.ints, arena.mailbox, arena.schedule, arena.ring,
+            fault=self.exchange.peers.fault if self.exchange else None,
         )  # fmt: skip
 
     def _enqueue(self) -> None:
@@ -279,6 +299,8 @@ class GraphStep:
         # a NEXTN block reads what the last step, or the prompt, has left
         changed = (arena.ints, arena.ring, arena.normed, arena.proposals)
         kept = [one.clone() for one in changed]
+        if self.exchange is not None:
+            self.exchange.in_compiling()
         self.run_body()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
@@ -287,6 +309,9 @@ class GraphStep:
         self._graphs[self._filtered] = graph
         for one, old in zip(changed, kept, strict=True):
             one.copy_(old)
+        if self.exchange is not None:
+            self.exchange.meet()
+            self.exchange.in_steps()
 
     def warm_up(self) -> None:
         """Capture both steps, that with filters too, so that no request waits for a compiler.
@@ -331,6 +356,7 @@ class GraphStep:
             done=Done(int(record[Record.DONE])),
             clock_ns=clock,
             cursor=int(record[Record.CURSOR]),
+            missing_rank=int(record[Record.FAULT]) - 1 if record[Record.FAULT] else None,
         )
 
     def abort(self) -> None:

@@ -15,10 +15,11 @@ from dspark.kernels.kda_verify import kda_verify
 from dspark.kernels.launch import ROWS
 from dspark.kernels.mla_verify import mla_attend, mla_combine, mla_prepare
 from dspark.kernels.products import gate_up16, gated_gemm16, swiglu16
-from dspark.kernels.reduce_norm import combine_norm, embed_norm, parts_norm, reduce_norm
+from dspark.kernels.reduce_norm import embed_norm, parts_norm
 from dspark.kernels.router import route
 from dspark.kernels.tiles import tile_for
 from dspark.serving.graph.arena import Arena, Caches
+from dspark.serving.graph.sums import add_experts, add_norm
 from dspark.serving.graph.weights import (
     DenseFFN,
     ExpertFFN,
@@ -101,10 +102,7 @@ class TargetBody:
         arena = self.arena
         mixed = self.mix(index, layer.mixer)
         if self.on("norms"):
-            reduce_norm(
-                mixed, arena.residual, layer.ffn_norm, arena.normed, eps=self.eps,
-                warps=arena.tuning.norm_warps,
-            )  # fmt: skip
+            add_norm(arena, mixed, layer.ffn_norm, eps=self.eps)
         if isinstance(layer.ffn, DenseFFN):
             self._dense(layer.ffn, after, self.tap(index))
         else:
@@ -117,13 +115,32 @@ class TargetBody:
     def _product(self, component: str, name: str, x: Tensor, weight: Tensor) -> Tensor:
         return product(self.arena, self.component or component, name, x, weight)
 
-    def pick(self, logits: Tensor) -> None:
-        """The best of each part of the vocabulary, for every row."""
-        arena = self.arena
+    def pick(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Best scores of parts of the vocabulary, and their ids, for every row: [R, P] each."""
+        arena, exchange = self.arena, self.arena.exchange
+        best, ids = arena.picked, arena.picked_ids
         if arena.on("head"):
             pick_parts(
-                logits, arena.floors, arena.ints, arena.reals, arena.picked, arena.picked_ids
-            )
+                logits, arena.floors, arena.ints, arena.reals, best, ids,
+                first=exchange.first if exchange else 0,
+            )  # fmt: skip
+        if exchange is None:
+            return best, ids
+        all_best = arena.scratch("picked", (ROWS, exchange.peers.ranks))
+        all_ids = arena.scratch("picked ids", (ROWS, exchange.peers.ranks), ids.dtype)
+        if arena.on("head"):
+            exchange.choose(best, ids, arena.mailbox, all_best, all_ids)
+        return all_best, all_ids
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits [R, V] of all ranks."""
+        exchange = self.arena.exchange
+        if exchange is None:
+            return logits
+        ranks, share = exchange.peers.ranks, exchange.share
+        out = self.arena.scratch("whole logits", (ROWS, ranks * share))
+        exchange.logits(logits, out)
+        return out
 
     def tap(self, index: int) -> Tensor | None:
         """Where layer ``index`` leaves its output for the draft."""
@@ -246,10 +263,7 @@ class TargetBody:
             )  # fmt: skip
         out = self._product("dense FFN", "fed", inner, ffn.down)
         if self.on("norms"):
-            reduce_norm(
-                out, arena.residual, after, arena.normed, eps=self.eps, tap=tap,
-                warps=arena.tuning.norm_warps,
-            )  # fmt: skip
+            add_norm(arena, out, after, eps=self.eps, tap=tap)
 
     def experts(self, ffn: ExpertFFN, after: Tensor, tap: Tensor | None) -> None:
         """Routed and shared experts, residual, and the norm ``after`` them."""
@@ -273,10 +287,7 @@ class TargetBody:
                 block_n=tuning.down_block_n, block_k=_step(ffn.down.shape[2], tuning.down_block_k),
                 warps=tuning.down_warps, stages=tuning.down_stages,
             )  # fmt: skip
-            combine_norm(
-                arena.each, arena.factors, arena.residual, after, arena.normed, eps=self.eps,
-                tap=tap, warps=tuning.combine_warps,
-            )  # fmt: skip
+            add_experts(arena, after, eps=self.eps, tap=tap)
 
 
 def _step(size: int, most: int) -> int:
