@@ -32,6 +32,9 @@ def _serve(
     engine: Annotated[
         str, typer.Option(help="auto, reference or graph (Ling-3.0 on a GPU).")
     ] = "auto",
+    tp: Annotated[
+        int, typer.Option(help="Tensor-parallel ranks of Ling-3.0, a GPU each: 1, 2, 4 or 8.")
+    ] = 1,
     context: Annotated[
         int | None,
         typer.Option(help="Positions of prompt and output; none, graph: 32768, or what fits."),
@@ -65,6 +68,8 @@ def _serve(
     from dspark.export.template import warn_of_another
     from dspark.serving.engine import end_ids
     from dspark.serving.loading import load_model
+    from dspark.serving.ranks.loading import lead, load_rank
+    from dspark.serving.ranks.seat import check_count
     from dspark.serving.server import serve
     from dspark.serving.settings import ServeSettings
     from dspark.target import load_tokenizer
@@ -78,6 +83,7 @@ def _serve(
     )
     settings = ServeSettings(
         engine=engine,
+        tp=tp,
         context=context,
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
@@ -92,12 +98,16 @@ def _serve(
         step_timeout_s=step_timeout_s,
         load_timeout_s=load_timeout_s,
     )
+    if tp > 1 and device != "cpu":
+        check_count(tp)
     tokenizer = load_tokenizer(config.target)
     if draft and nextn_proposals(draft) is None:
         warn_of_another(draft, tokenizer)
+    loads = (config.target, draft, end_ids(tokenizer), settings)
     serve(
-        partial(load_model, config.target, draft, end_ids(tokenizer), settings),
+        partial(load_model, *loads) if tp == 1 else partial(lead, *loads),
         tokenizer,
+        load_rank=None if tp == 1 else partial(load_rank, *loads),
         host=host,
         port=port,
         model_name=model_name,

@@ -17,7 +17,7 @@ import torch
 
 from dspark.errors import DSparkError
 from dspark.progress import quiet_transformers
-from dspark.serving.engine import Model
+from dspark.serving.engine import EngineLost, Model
 from dspark.serving.wire import (
     AHEAD,
     Broken,
@@ -34,7 +34,7 @@ from dspark.serving.wire import (
     Wire,
 )
 
-__all__ = ["STOPS", "Load", "main"]
+__all__ = ["STOPS", "Load", "begin", "main"]
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +51,7 @@ class _Stuck(Exception):
 
 def main(load: Load, sock: socket.socket, server: int, levels: Mapping[str, int]) -> None:
     """Serve the wire until the server, process ``server``, closes it. ``levels``: of loggers."""
-    _end_with(server)
-    for one in STOPS:
-        signal.signal(one, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
-    quiet_transformers()
+    begin(server, levels)
     wire = Wire(sock)
     try:
         try:
@@ -71,6 +64,18 @@ def main(load: Load, sock: socket.socket, server: int, levels: Mapping[str, int]
             wire.send(Gone("RunError", f"the device fails: {error}"))
     except EOFError:
         log.debug("the server has closed the wire")
+
+
+def begin(server: int, levels: Mapping[str, int]) -> None:
+    """What every process of a server does first."""
+    _end_with(server)
+    for one in STOPS:
+        signal.signal(one, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    quiet_transformers()
 
 
 def _end_with(server: int) -> None:
@@ -107,7 +112,7 @@ def _decode(wire: Wire, model: Model, asked: Decode) -> None:
             if taken is None:
                 break
             untaken -= taken
-    except EOFError:
+    except (EOFError, EngineLost):
         raise
     # Whatever goes wrong in one request, the next ones are served.
     except Exception as error:

@@ -58,8 +58,17 @@ def obstacle(
     return reason or (unsupported_draft(draft, ranks) if draft is not None else None)
 
 
-def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) -> ServeSettings:
+def foresee(
+    target: TargetSettings,
+    draft: str | None,
+    settings: ServeSettings,
+    ranks: int = 1,
+    *,
+    quiet: bool = False,
+) -> ServeSettings:
     """Before loading: print the memory plan where the graph engine will run, and fix its context.
+
+    The plan is that of one of ``ranks``. ``quiet``: another one prints it.
 
     Raises:
         ConfigError: the graph engine was asked for and cannot run, the memory is too small, or
@@ -72,7 +81,7 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
     ling, device, dtype = peek(target)
     # asked for only where it matters: it imports transformers
     config: Any = ling or (library_config(target) if device.type == "cuda" else None)
-    reason, shape = obstacle(config, None, device, dtype), None
+    reason, shape = obstacle(config, None, device, dtype, ranks), None
     nextn = nextn_proposals(draft) if draft is not None else None
     if "+" in target.device:
         reason = _SPREAD
@@ -82,26 +91,32 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
         shape = read_config(draft, target_layers=config.num_hidden_layers)
         check_fit(shape, TargetShape.of(ling or DenseShape.of(config), target.path), draft)
         draft_limit(shape.block_size or 0, settings.num_draft_tokens, settings.confidence_threshold)
-        reason = obstacle(config, shape, device, dtype)
+        reason = obstacle(config, shape, device, dtype, ranks)
     if reason is not None:
         _refuse(settings, reason)
         return settings
     free = _free(device)
     kept = 0 if nextn is not None else settings.prefix_cache_bytes
     sized = ling or DenseShape.of(config)
-    least = MemoryPlan(sized, shape, 2, nextn=nextn is not None, prefix_cache=kept)
+    least = MemoryPlan(sized, shape, 2, ranks, nextn=nextn is not None, prefix_cache=kept)
     plan = replace(least, context=settings.context or _default_context(least, free))
-    Console(stderr=True).print(plan.table(free))
+    if not quiet:
+        Console(stderr=True).print(plan.table(free))
     plan.check(free)
     return replace(settings, context=plan.context)
 
 
 def choose(
-    target: Target, draft: Draft | None, ends: Set[int], settings: ServeSettings
+    target: Target,
+    draft: Draft | None,
+    ends: Set[int],
+    settings: ServeSettings,
+    peers: Any = None,
 ) -> Decoder | None:
     """The graph engine, ready for its first request; None: the reference is to decode.
 
-    ``ends``: ids that end an output beside the target's own.
+    ``ends``: ids that end an output beside the target's own. ``peers``: memory of the ranks'
+    GPUs (`kernels.peers.Peers`), where ``target`` is one rank's part.
 
     Raises:
         ConfigError: the graph engine was asked for and cannot run, or the context does not fit.
@@ -135,6 +150,7 @@ def choose(
             num_draft_tokens=proposals(draft, settings) or None,
             nextn=draft.block_size if isinstance(draft, NextNDraft) else 0,
             prefixes=prefixes,
+            peers=peers,
         )
         step.warm_up()
     except torch.OutOfMemoryError as error:

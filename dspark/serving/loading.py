@@ -17,7 +17,7 @@ __all__ = ["load_model"]
 def load_model(
     target: TargetSettings, draft: str | None, ends: Set[int], settings: ServeSettings
 ) -> LocalModel:
-    """Plan the memory, load target and draft, choose the engine.
+    """Plan the memory, load target and draft, choose the engine; for one rank.
 
     ``ends``: ids that end an output beside the target's own.
 

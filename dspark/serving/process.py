@@ -10,9 +10,10 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing import get_context, resource_tracker
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from dspark import errors
 from dspark.decoding import Commit, DecodeParams
@@ -20,6 +21,9 @@ from dspark.errors import DSparkError, RunError
 from dspark.serving.card import ModelCard
 from dspark.serving.child import STOPS, Load, main
 from dspark.serving.engine import EngineLost
+from dspark.serving.ranks.follow import LoadRank
+from dspark.serving.ranks.lead import LoadLeader
+from dspark.serving.ranks.started import Ranks
 from dspark.serving.settings import ServeSettings
 from dspark.serving.wire import (
     Broken,
@@ -43,6 +47,8 @@ log = logging.getLogger(__name__)
 _METHOD: Final = "spawn"
 _SLICE_S = 1.0
 """Waits are counted in pieces of this: time in which this process was stopped itself is none."""
+_RANKS_SLICE_S = 0.1
+"""The same where other ranks are looked at as well."""
 _QUIET_S = 1.0
 """A process that was silent for longer is asked whether it is there."""
 _PING_S = 0.5
@@ -53,30 +59,43 @@ _END_S = 5.0
 class EngineProcess:
     """A `Model` that another process holds; leaving the context ends that process.
 
-    ``load`` is called there, and must be a function that a new process finds by its name.
+    ``load`` is called there, and must be a function that a new process finds by its name. With
+    ``settings.tp`` ranks it is that of rank 0, and ``load_rank`` that of the others, each in a
+    process of its own; both are given a `Seat`.
 
     Raises:
         DSparkError: what ``load`` raised.
         RunError: it ended with another error, or took longer than ``load_timeout_s``.
     """
 
-    def __init__(self, load: Load, settings: ServeSettings) -> None:
+    def __init__(
+        self, load: Load | LoadLeader, settings: ServeSettings, load_rank: LoadRank | None = None
+    ) -> None:
         self._step_s = settings.step_timeout_s
+        self._ranks: Ranks | None = None
         self._lost: EngineLost | None = None
+        self._loading = True
         self._heard = self._asked = time.monotonic()
         self._pinged, self._silent_s = False, 0.0
         mine, theirs = socket.socketpair()
         self._wire = Wire(mine)
         levels = {name: logging.getLogger(name).level for name in ("", "dspark")}
-        self._process = get_context(_METHOD).Process(
-            target=main, args=(load, theirs, os.getpid(), levels), name="dspark-engine"
-        )
         # started by the first process otherwise, and then it lets the signals through
         resource_tracker.ensure_running()
         # until the process has said what it wants, Ctrl-C would show a traceback from its imports
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
+            if load_rank is not None:
+                self._ranks = Ranks(
+                    get_context(_METHOD), load_rank, settings.tp, levels, settings.load_timeout_s
+                )
+                load = partial(cast("LoadLeader", load), self._ranks.seats[0])
+            self._process = get_context(_METHOD).Process(
+                target=main, args=(load, theirs, os.getpid(), levels), name="dspark-engine"
+            )
             self._process.start()
+            if self._ranks is not None:
+                self._ranks.engine = self._process
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
@@ -84,7 +103,15 @@ class EngineProcess:
             self.card = self._ready(settings.load_timeout_s)
         except BaseException:
             self.kill()
+            if self._ranks is not None:
+                self._ranks.close()
             raise
+        self._loading = False
+
+    @property
+    def rank_pids(self) -> dict[int, int]:
+        """Of all ranks; of an engine of one alone."""
+        return {0: self.pid, **(self._ranks.pids if self._ranks is not None else {})}
 
     @property
     def pid(self) -> int:
@@ -136,6 +163,8 @@ class EngineProcess:
         """Is it there? Asks, and takes the answer at a later call."""
         if not self._process.is_alive():
             raise self._lose(self._end())
+        if self._ranks is not None and (trouble := self._ranks.trouble()) is not None:
+            raise self._lose(str(trouble))
         now = time.monotonic()
         waited, self._asked = min(now - self._asked, _PING_S), now
         if not self._pinged:
@@ -155,6 +184,8 @@ class EngineProcess:
     def kill(self) -> None:
         """End it at once, whatever it does."""
         self._process.kill()
+        if self._ranks is not None:
+            self._ranks.kill()
         self._process.join(_END_S)
 
     def close(self) -> None:
@@ -164,6 +195,8 @@ class EngineProcess:
         if self._process.is_alive():
             log.warning("the engine process does not end and is killed")
             self.kill()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def __enter__(self) -> Self:
         return self
@@ -184,8 +217,9 @@ class EngineProcess:
                 f"the model was not loaded within {timeout_s:g} s (--load-timeout-s)"
             ) from None
         except EOFError:
-            raise RunError(f"loading the model: {self._end()}") from None
+            raise self._cause(RunError(f"loading the model: {self._end()}")) from None
         if isinstance(message, Gone):
+            # of several ranks that refuse the same thing one speaks first
             raise _error(message)
         assert isinstance(message, Ready)
         return message.card
@@ -210,8 +244,9 @@ class EngineProcess:
                 return message
 
     def _wait(self, timeout_s: float) -> Any:
+        whole_s = _SLICE_S if self._ranks is None else _RANKS_SLICE_S
         while True:
-            slice_s = min(timeout_s, _SLICE_S)
+            slice_s = min(timeout_s, whole_s)
             try:
                 return self._wire.receive(slice_s)
             except TimeoutError:
@@ -220,6 +255,16 @@ class EngineProcess:
                     raise
             if not self._process.is_alive():
                 return self._last()
+            if self._ranks is None:
+                continue
+            if (trouble := self._ranks.trouble(loading=self._loading)) is not None:
+                raise self._cause(trouble) if self._loading else self._lose(str(trouble))
+
+    def _cause(self, otherwise: DSparkError) -> DSparkError:
+        """``otherwise``, unless a rank that has ended made the others fail."""
+        if self._ranks is None:
+            return otherwise
+        return self._ranks.cause(otherwise, loading=self._loading)
 
     def _last(self) -> Any:
         """What a process said before it died, while others of its own hold the wire open."""
@@ -236,7 +281,7 @@ class EngineProcess:
         return message
 
     def _lose(self, reason: str) -> EngineLost:
-        self._lost = EngineLost(reason)
+        self._lost = EngineLost(str(self._cause(RunError(reason))))
         self.kill()
         return self._lost
 

@@ -31,6 +31,8 @@ from dspark.serving.page import page_router
 from dspark.serving.prepare import Preparer
 from dspark.serving.process import EngineProcess
 from dspark.serving.protocol import ApiError
+from dspark.serving.ranks.follow import LoadRank
+from dspark.serving.ranks.lead import LoadLeader
 from dspark.serving.routes import router
 from dspark.serving.settings import ServeSettings
 from dspark.target import Target
@@ -185,9 +187,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    load: Load,
+    load: Load | LoadLeader,
     tokenizer: Any,
     *,
+    load_rank: LoadRank | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     model_name: str | None = None,
@@ -196,7 +199,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish what was accepted and return.
 
-    ``load`` is called in a process of its own, which decodes; see `process.EngineProcess`.
+    ``load`` is called in a process of its own, which decodes, and ``load_rank`` in those of further
+    ranks; see `process.EngineProcess`.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -204,7 +208,7 @@ def serve(
         RunError: the engine process died or hung, and open requests were told so.
     """
     settings = settings or ServeSettings()
-    with _listen(host, port) as sock, EngineProcess(load, settings) as model:
+    with _listen(host, port) as sock, EngineProcess(load, settings, load_rank) as model:
         _yield_to_engine()
         server = _server(model, tokenizer, model_name, settings, api_key)
         log.info("serving %s on http://%s:%d", model.card.name, *sock.getsockname()[:2])

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from dspark.errors import ConfigError
 
-__all__ = ["ENGINES", "ServeSettings"]
+__all__ = ["ENGINES", "RANKS", "ServeSettings"]
 
 ENGINES = ("auto", "reference", "graph")
+RANKS = (1, 2, 4, 8)
+"""A rank's flags and its part of the draft's shortlist need powers of two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +23,8 @@ class ServeSettings:
     engine: str = "auto"
     """reference: plain PyTorch; graph: one captured GPU graph a step, or an error where it cannot
     run; auto: graph where it can."""
+    tp: int = 1
+    """Tensor-parallel ranks, a process and a GPU each; for Ling-3.0."""
     context: int | None = None
     """Positions of a prompt and its output together; None: the target's, and on the graph engine,
     which allocates them, at most 32768."""
@@ -54,6 +58,8 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ConfigError(f"serve.engine must be {', '.join(ENGINES)}, got '{self.engine}'")
+        if self.tp not in RANKS:
+            raise ConfigError(f"serve.tp must be one of {RANKS}, got {self.tp}")
         if self.context is not None and self.context < 2:
             raise ConfigError(f"serve.context must be >= 2, got {self.context}")
         for name in ("default_max_tokens", "max_output_tokens", "max_body_bytes"):

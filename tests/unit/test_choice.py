@@ -147,7 +147,7 @@ def test_the_graph_engine_is_made_ready_where_it_can_run(
     assert decoder is not None
     assert (decoder.name, decoder.context) == ("graph", 512)
     made = {"context": 512, "num_draft_tokens": 7, "nextn": 0, "warm": True}
-    assert gpu == [{**made, "prefixes": decoder.prefixes}]
+    assert gpu == [{**made, "prefixes": decoder.prefixes, "peers": None}]
     assert decoder.prefixes is not None
     assert decoder.prefixes.most_bytes == ServeSettings().prefix_cache_bytes
     assert "graph engine: tiny-flash on cpu, context 512" in caplog.text
@@ -155,11 +155,12 @@ def test_the_graph_engine_is_made_ready_where_it_can_run(
     decoder = choice.choose(target, draft, ENDS, settings)
     assert decoder is not None
     made = {"context": 64, "num_draft_tokens": 3, "nextn": 0, "warm": True}
-    assert gpu[1:] == [{**made, "prefixes": None}]
+    assert gpu[1:] == [{**made, "prefixes": None, "peers": None}]
     # the default of a model with many positions
     target.config = SimpleNamespace(max_position_embeddings=100_000)
     choice.choose(target, None, ENDS, ServeSettings(engine=engine))
     assert gpu[2].pop("prefixes") is not None
+    assert gpu[2].pop("peers") is None
     assert gpu[2:] == [{"context": 32768, "num_draft_tokens": None, "nextn": 0, "warm": True}]
 
 
@@ -170,7 +171,7 @@ def test_the_targets_own_block_drafts_in_the_graph_too(
     draft = nextn_draft(target, 5)
     assert choice.choose(target, draft, ENDS, ServeSettings(engine="graph")) is not None
     made = {"context": 512, "num_draft_tokens": 5, "nextn": 5, "warm": True}
-    assert gpu == [{**made, "prefixes": None}]  # it reads every prompt whole
+    assert gpu == [{**made, "prefixes": None, "peers": None}]  # it reads every prompt whole
     settings = TargetSettings(path=str(save_tiny_ling(tmp_path / "target")))
     # the block and its cache leave fewer positions than a target alone would have
     plan = MemoryPlan(target.config, None, 300, nextn=True)

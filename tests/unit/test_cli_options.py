@@ -243,6 +243,7 @@ def test_serve_hands_on_every_option(stub: Any, monkeypatch: pytest.MonkeyPatch)
     assert load.func is load_model
     assert load.args[1:] == ("d", frozenset(), settings)
     assert {name: getattr(settings, name) for name in given} == given
+    assert serve.options.pop("load_rank") is None
     assert serve.options == {"host": "h", "port": 0, "model_name": "m", "api_key": "k"}
     assert run(monkeypatch, "serve", "--target", "smollm2-135m") == 0
     assert serve.args[0].args[1] is None
