@@ -273,6 +273,30 @@ def _bench_objective(
     finish(report, as_json)
 
 
+def _bench_collectives(
+    tp: Annotated[int, typer.Option(help="Ranks: 2, 4 or 8.")] = 4,
+    hidden: Annotated[int, typer.Option(help="Columns of the 16 rows.")] = 2560,
+    skew: Annotated[
+        list[int] | None,
+        typer.Option(help="Looks (about a microsecond) that ranks are late; may be repeated."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Graphs of a hundred exchanges.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """Time of the exchange between ranks beside NCCL; on fewer GPUs the ranks are SIMULATED.
+
+    Example: dspark bench collectives --tp 4 --skew 0 --skew 20
+    """
+    _needs_gpu("dspark bench collectives", "the exchange is tested without one, not timed")
+    from dspark.bench.collectives import CollectiveOptions, measure, print_report
+
+    more = {} if skew is None else {"skew": tuple(skew)}
+    options = CollectiveOptions(ranks=tp, hidden=hidden, repeats=repeats, **more)
+    report = measure(options)
+    print_report(report)
+    finish(report, as_json)
+
+
 def _needs_gpu(what: str, instead: str) -> None:
     import torch
 
@@ -322,6 +346,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure.", no_args_is_help=True)
     bench.command("serving")(bench_serving)
     bench.command("step")(_bench_step)
+    bench.command("collectives")(_bench_collectives)
     bench.command("objective")(_bench_objective)
     bench.command("roofline")(_bench_roofline)
     bench.callback()(lambda: None)

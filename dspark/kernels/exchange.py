@@ -175,6 +175,12 @@ def _choose_kernel(
 
 
 @triton.jit
+def _typed(words, dtype: tl.constexpr):
+    """A place of words as one of numbers; it is aligned like the place of `add_ranks`."""
+    return tl.multiple_of(words.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
 def _add_kernel(
     x, out, bases, flags, data, turns, looks, fault, first, N,
     RANKS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
@@ -191,15 +197,16 @@ def _add_kernel(
     if TELL:
         mine = spoken(bases, rank, data, turn, program, WORDS, PROGRAMS)
         piece = tl.load(x + local.to(tl.int64) * N + n, mask=inside, other=0.0)
-        tl.store(mine.to(tl.pointer_type(dtype)) + i, piece, mask=inside)
+        tl.store(_typed(mine, dtype) + i, piece, mask=inside)
         tell_all(bases, flags, turn, program, rank, RANKS, PROGRAMS)
     if HEAR:
         await_all(bases, flags, turn, program, rank, looks, fault + local, RANKS, PROGRAMS)
         total = tl.zeros([BLOCK], tl.float32)
         for peer in tl.static_range(RANKS):
             theirs = spoken(bases, peer, data, turn, program, WORDS, PROGRAMS)
-            theirs = theirs.to(tl.pointer_type(dtype))
-            total += tl.load(theirs + i, mask=inside, other=0.0, volatile=True).to(tl.float32)
+            total += tl.load(_typed(theirs, dtype) + i, mask=inside, other=0.0, volatile=True).to(
+                tl.float32
+            )
         tl.store(out + local.to(tl.int64) * N + n, total.to(dtype), mask=inside)
         tl.store(turns + local * PROGRAMS + program, turn)
 
@@ -355,6 +362,8 @@ def add_ranks(
         ValueError: shapes differ, or do not fit.
     """
     peers = room.peers
+    if room.width % 4:
+        raise ValueError(f"add_ranks wants a room of a multiple of 4 words, got {room.width}")
     if x.shape != out.shape or x.dtype != out.dtype or not out.is_contiguous():
         raise ValueError(f"add_ranks wants an out like x, got {tuple(out.shape)} {out.dtype}")
     flat, total = x.reshape(peers.local, -1), out.view(peers.local, -1)
@@ -365,7 +374,7 @@ def add_ranks(
     for piece, into in zip(flat.split(most, 1), total.split(most, 1), strict=True):
         _add_kernel[(triton.cdiv(piece.shape[1], block), peers.local)](
             piece, into, *_of(room), piece.shape[1],
-            RANKS=peers.ranks, PROGRAMS=room.programs, BLOCK=block, WORDS=room.width, num_warps=4,
+            RANKS=peers.ranks, PROGRAMS=room.programs, BLOCK=block, WORDS=room.width, num_warps=8,
             **_staged(stage), **flags(x),
         )  # fmt: skip
 

@@ -61,7 +61,7 @@ class EngineProcess:
 
     ``load`` is called there, and must be a function that a new process finds by its name. With
     ``settings.tp`` ranks it is that of rank 0, and ``load_rank`` that of the others, each in a
-    process of its own; both are given a `Seat`.
+    process of its own; both are given a `Seat`. ``shared_gpu``: all of them on one, for tests.
 
     Raises:
         DSparkError: what ``load`` raised.
@@ -69,7 +69,12 @@ class EngineProcess:
     """
 
     def __init__(
-        self, load: Load | LoadLeader, settings: ServeSettings, load_rank: LoadRank | None = None
+        self,
+        load: Load | LoadLeader,
+        settings: ServeSettings,
+        load_rank: LoadRank | None = None,
+        *,
+        shared_gpu: bool = False,
     ) -> None:
         self._step_s = settings.step_timeout_s
         self._ranks: Ranks | None = None
@@ -87,8 +92,9 @@ class EngineProcess:
         try:
             if load_rank is not None:
                 self._ranks = Ranks(
-                    get_context(_METHOD), load_rank, settings.tp, levels, settings.load_timeout_s
-                )
+                    get_context(_METHOD), load_rank, settings.tp, levels, settings.load_timeout_s,
+                    shared_gpu=shared_gpu,
+                )  # fmt: skip
                 load = partial(cast("LoadLeader", load), self._ranks.seats[0])
             self._process = get_context(_METHOD).Process(
                 target=main, args=(load, theirs, os.getpid(), levels), name="dspark-engine"

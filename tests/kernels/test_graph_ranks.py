@@ -5,35 +5,49 @@ steps through the interpreter.
 """
 
 import multiprocessing
+import os
+import signal
+import time
 import traceback
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dspark.config import TargetSettings
 from dspark.decoding import DecodeParams, SamplingParams, decode
+from dspark.export.hf import export_draft
 from dspark.kernels.peers import Peers
+from dspark.serving.engine import EngineLost
 from dspark.serving.graph.decoder import GraphDecoder
 from dspark.serving.graph.exchange import PromptSum
 from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.plan import exchange_heap
-from dspark.target import LingTarget
+from dspark.serving.process import EngineProcess
+from dspark.serving.ranks.board import Board
+from dspark.serving.ranks.group import join
+from dspark.serving.ranks.loading import lead, load_rank
+from dspark.serving.ranks.seat import Seat
+from dspark.serving.settings import ServeSettings
+from dspark.target import LingTarget, load
 from dspark.target.config import LingConfig
 from dspark.target.model import LingModel
 from dspark.target.synthetic import synthetic
 from dspark.target.weights import fill
-from dspark.testing import TINY_LING, tiny_draft
+from dspark.testing import TINY_LING, save_tiny_ling, tiny_draft
 
 GREEDY = DecodeParams(max_new_tokens=5, ignore_eos=True)
 SEEDED = replace(GREEDY, sampling=SamplingParams(temperature=0.8, seed=(5 << 33) + 3))
 FILTERED = replace(GREEDY, sampling=SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=7))
 # wide enough that a rank of four has whole tiles
-CONFIG = LingConfig.from_dict({**TINY_LING["flash"], "intermediate_size": 128,
-                               "moe_intermediate_size": 64,
-                               "moe_shared_expert_intermediate_size": 64})  # fmt: skip
+WIDER: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64,
+                         "moe_shared_expert_intermediate_size": 64}  # fmt: skip
+CONFIG = LingConfig.from_dict({**TINY_LING["flash"], **WIDER})
 
 
 def ling(device: torch.device, **options: Any) -> LingTarget:
@@ -100,3 +114,87 @@ def test_two_interpreted_ranks_are_one_model() -> None:
     for one in ranks:
         one.join()
     assert found == {0: expected, 1: expected}
+
+
+def _on_gpu(rank: int, ranks: int, name: str, asked: Any, drafted: bool, said: Any) -> None:
+    device = torch.device("cuda:0")
+    try:
+        seat = Seat(rank, ranks, name, "", 600, shared_gpu=True)
+        group = join(seat, Board(ranks, name), device, exchange_heap(CONFIG, ranks), None)
+        said.put((rank, rank_outputs(rank, list(group.peers.heaps), asked, drafted)))
+    except BaseException:
+        said.put((rank, traceback.format_exc()))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_gpu_are_one_model(ranks: int) -> None:
+    """In float32: in bfloat16 sums in another order may turn a close decision."""
+    asked = [
+        ([7, 300, 41, 77, *range(50, 90)], replace(params, max_new_tokens=count))
+        for params, count in ((GREEDY, 200), (SEEDED, 200), (FILTERED, 60))
+    ]
+    device = torch.device("cuda:0")
+    expected = outputs(GraphStep(ling(device), None, context=300), asked)
+    # with the draft and without
+    asked += [(ids, replace(params, num_draft_tokens=0)) for ids, params in asked]
+    context: Any = multiprocessing.get_context("spawn")
+    said, board = context.Queue(), Board(ranks)
+    processes = [
+        context.Process(target=_on_gpu, args=(rank, ranks, board.name, asked, True, said))
+        for rank in range(ranks)
+    ]
+    for one in processes:
+        one.start()
+    found = dict(said.get(timeout=1200) for _ in processes)
+    for one in processes:
+        one.join()
+    board.close(last=True)
+    assert found == dict.fromkeys(range(ranks), expected + expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_engine_of_ranks_that_share_a_gpu(tmp_path: Path) -> None:
+    """As `dspark serve --tp 4` runs it, in bfloat16; what each step comes to is compared there."""
+    save_tiny_ling(tmp_path / "target", **WIDER)
+    whole = load(str(tmp_path / "target"), device="cpu", dtype="float32")
+    export_draft(tiny_draft(whole), tmp_path / "draft", whole, check=False)
+    target = TargetSettings(path=str(tmp_path / "target"), device="cuda")
+    settings = ServeSettings(tp=4, context=300)
+    loads = (target, str(tmp_path / "draft"), frozenset[int](), settings)
+    with EngineProcess(
+        partial(lead, *loads), settings, partial(load_rank, *loads), shared_gpu=True
+    ) as engine:
+        assert engine.card.engine == "graph"
+        for params in (GREEDY, SEEDED, FILTERED):
+            ids = list(range(5, 60))
+            drafted, plain = (
+                [
+                    token
+                    for commit in engine.stream(
+                        ids, replace(params, max_new_tokens=40, num_draft_tokens=proposals)
+                    )
+                    for token in commit.token_ids
+                ]
+                for proposals in (None, 0)
+            )
+            assert len(drafted) == 40
+            assert drafted == plain
+        # a client that goes away
+        stream = engine.stream([5, 6, 7], replace(GREEDY, max_new_tokens=200))
+        next(stream)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        stream = engine.stream([5, 6, 7], replace(GREEDY, max_new_tokens=200))
+        next(stream)
+        os.kill(engine.rank_pids[2], signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(EngineLost, match="rank 2 was ended by SIGKILL"):
+            list(stream)
+        assert time.monotonic() - begun < 5

@@ -78,7 +78,7 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def share_heap(heap: Tensor) -> bytes:
-    """What another process needs to map ``heap``, which must stay as it is."""
+    """What another process needs to map ``heap``, which must stay, and nothing be writing to it."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return pickle.dumps(reduce_tensor(heap))  # type: ignore[no-untyped-call]
@@ -94,6 +94,8 @@ def map_heap(shared: bytes, device: torch.device) -> Tensor:
     rebuild, args = pickle.loads(shared)
     bound = inspect.signature(rebuild).bind(*args)
     bound.arguments["storage_device"] = device.index
+    # all was written when the handle was made, and an event is of the device it was made on
+    bound.arguments["event_sync_required"] = False
     return rebuild(*bound.args, **bound.kwargs)
 
 
