@@ -8,7 +8,7 @@ import torch
 from dspark.decoding import DecodeParams, PrefixCache, SamplingParams
 from dspark.serving.graph.decoder import GraphDecoder
 from dspark.serving.graph.step import GraphStep
-from dspark.target import HFTarget, LingTarget, base
+from dspark.target import base
 from dspark.testing import tiny_draft, tiny_ling, tiny_target
 
 GREEDY = DecodeParams(max_new_tokens=64, ignore_eos=True)
@@ -27,11 +27,7 @@ def test_a_prompt_that_begins_alike_gives_the_same_output(
     monkeypatch: pytest.MonkeyPatch, family: str, params: DecodeParams
 ) -> None:
     monkeypatch.setitem(base.PREFILL_ROWS, "cuda", 64)
-    target: HFTarget | LingTarget
-    if family == "ling":
-        target = tiny_ling(dtype=torch.bfloat16)
-    else:
-        target = tiny_target(family=family)
+    target = tiny_ling(dtype=torch.bfloat16) if family == "ling" else tiny_target(family=family)
     target.model.to("cuda", torch.bfloat16)
     draft = tiny_draft(target, block_size=7).to("cuda", torch.bfloat16)
     draft.attach(target.embed_weight, target.head_weight)
