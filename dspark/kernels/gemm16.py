@@ -46,13 +46,27 @@ def _gemm16_kernel(
         tl.inline_asm_elementwise(
             PREFETCH, "=r,l", [weight + at], dtype=tl.int32, is_pure=False, pack=1
         )
-    first = tl.load(w, mask=live, other=0.0, eviction_policy="evict_first")
+    EVEN: tl.constexpr = K_SPLIT % BK == 0
+    within = live
+    if not EVEN:
+        # zeros behind the end of a split change no sum
+        within = live & (tl.arange(0, BK) < K_SPLIT)[:, None]
+    first = tl.load(w, mask=within, other=0.0, eviction_policy="evict_first")
     begin(PDL)
     a = x + rows[:, None] * x_row + k[None, :]
-    total = dot(tl.load(a), first, tl.zeros([ROWS, BN], tl.float32), WIDE)
+    if EVEN:
+        left = tl.load(a)
+    else:
+        left = tl.load(a, mask=(tl.arange(0, BK) < K_SPLIT)[None, :], other=0.0)
+    total = dot(left, first, tl.zeros([ROWS, BN], tl.float32), WIDE)
     for step in range(BK, K_SPLIT, BK):
-        left = tl.load(a + step)
-        right = tl.load(w + step, mask=live, other=0.0, eviction_policy="evict_first")
+        if EVEN:
+            left = tl.load(a + step)
+        else:
+            inside = step + tl.arange(0, BK) < K_SPLIT
+            within = live & inside[:, None]
+            left = tl.load(a + step, mask=inside[None, :], other=0.0)
+        right = tl.load(w + step, mask=within, other=0.0, eviction_policy="evict_first")
         total = dot(left, right, total, WIDE)
     place = out + (tl.program_id(1) * ROWS + rows[:, None]) * N + n[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=live)
@@ -78,7 +92,7 @@ def gemm16(
     Nothing is allocated and nothing waited for.
 
     Raises:
-        ValueError: a shape or stride does not fit, or S x ``block_k`` does not divide K.
+        ValueError: a shape or stride does not fit, or S does not divide K.
     """
     (rows, k), n, splits = x.shape, weight.shape[0], out.shape[0]
     if rows != ROWS or weight.shape[1] != k or out.shape[1:] != (ROWS, n) or x.stride(1) != 1:
@@ -89,10 +103,10 @@ def gemm16(
     overlap = flags(x, pdl)
     pieces = 0 if overlap["WIDE"] else prefetch
     part = k // splits * x.element_size() // max(pieces, 1)
-    if k % (splits * block_k) or part % 16 or not weight.is_contiguous() or not out.is_contiguous():
+    if k % splits or part % 16 or not weight.is_contiguous() or not out.is_contiguous():
         raise ValueError(
-            f"gemm16 wants contiguous weight and out, and K a multiple of {splits} splits x "
-            f"block_k {block_k}, in pieces of 16 bytes, got K = {k}"
+            f"gemm16 wants contiguous weight and out, and K a multiple of {splits} splits in "
+            f"pieces of 16 bytes, got K = {k}"
         )
     _gemm16_kernel[(triton.cdiv(n, block_n), splits)](
         x, weight, out, n, x.stride(0),

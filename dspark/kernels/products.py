@@ -88,19 +88,26 @@ def _gate_up_kernel(
     live = n[None, :] < INNER
     w = weight + n[None, :].to(tl.int64) * D + k[:, None]
     w_up = w + INNER * D
+    within = live & (k < D)[:, None]
     # weights are constants: on their way before the rows are there
-    first = tl.load(w, mask=live, other=0.0, eviction_policy="evict_first")
-    second = tl.load(w_up, mask=live, other=0.0, eviction_policy="evict_first")
+    first = tl.load(w, mask=within, other=0.0, eviction_policy="evict_first")
+    second = tl.load(w_up, mask=within, other=0.0, eviction_policy="evict_first")
     begin(PDL)
     a = x + rows * D + k[None, :]
-    left = tl.load(a)
+    left = tl.load(a, mask=(k < D)[None, :], other=0.0)
     gate = dot(left, first, tl.zeros([ROWS, BN], tl.float32), WIDE)
     up = dot(left, second, tl.zeros([ROWS, BN], tl.float32), WIDE)
     for step in range(BK, D, BK):
-        left = tl.load(a + step)
-        right = tl.load(w + step, mask=live, other=0.0, eviction_policy="evict_first")
+        if D % BK == 0:
+            within = live
+            left = tl.load(a + step)
+        else:
+            # the last step is short: zeros change no sum
+            within = live & (step + k < D)[:, None]
+            left = tl.load(a + step, mask=(step + k < D)[None, :], other=0.0)
+        right = tl.load(w + step, mask=within, other=0.0, eviction_policy="evict_first")
         gate = dot(left, right, gate, WIDE)
-        right = tl.load(w_up + step, mask=live, other=0.0, eviction_policy="evict_first")
+        right = tl.load(w_up + step, mask=within, other=0.0, eviction_policy="evict_first")
         up = dot(left, right, up, WIDE)
     # as the products of a library would be: rounded before the activation
     dtype = out.dtype.element_ty
@@ -125,14 +132,13 @@ def gate_up16(
     Rounded as `swiglu16` does. Nothing is allocated or waited for.
 
     Raises:
-        ValueError: a shape or a dtype does not fit, or ``block_k`` does not divide D.
+        ValueError: a shape or a dtype does not fit.
     """
     (rows, d), inner = x.shape, out.shape[1]
-    if rows != ROWS or weight.shape != (2 * inner, d) or len(out) != ROWS or d % block_k:
+    if rows != ROWS or weight.shape != (2 * inner, d) or len(out) != ROWS:
         raise ValueError(
-            f"gate_up16 wants x [{ROWS}, D], weight [2 I, D], out [{ROWS}, I] and D a multiple of "
-            f"block_k {block_k}, got {tuple(x.shape)}, {tuple(weight.shape)} and "
-            f"{tuple(out.shape)}"
+            f"gate_up16 wants x [{ROWS}, D], weight [2 I, D] and out [{ROWS}, I], got "
+            f"{tuple(x.shape)}, {tuple(weight.shape)} and {tuple(out.shape)}"
         )
     if not all(one.is_contiguous() and one.dtype == x.dtype for one in (x, weight, out)):
         raise ValueError("gate_up16 wants contiguous tensors of one dtype")
