@@ -47,17 +47,13 @@ def _gemm16_kernel(
             PREFETCH, "=r,l", [weight + at], dtype=tl.int32, is_pure=False, pack=1
         )
     EVEN: tl.constexpr = K_SPLIT % BK == 0
-    within = live
-    if not EVEN:
-        # zeros behind the end of a split change no sum
-        within = live & (tl.arange(0, BK) < K_SPLIT)[:, None]
+    # zeros behind the end of a split change no sum
+    inside = tl.arange(0, BK) < K_SPLIT
+    within = live if EVEN else live & inside[:, None]
     first = tl.load(w, mask=within, other=0.0, eviction_policy="evict_first")
     begin(PDL)
     a = x + rows[:, None] * x_row + k[None, :]
-    if EVEN:
-        left = tl.load(a)
-    else:
-        left = tl.load(a, mask=(tl.arange(0, BK) < K_SPLIT)[None, :], other=0.0)
+    left = tl.load(a) if EVEN else tl.load(a, mask=inside[None, :], other=0.0)
     total = dot(left, first, tl.zeros([ROWS, BN], tl.float32), WIDE)
     for step in range(BK, K_SPLIT, BK):
         if EVEN:
