@@ -6,7 +6,7 @@ A rule must not depend on the number of live rows: the order of sums would, and 
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Tile", "tile_for"]
+__all__ = ["Tile", "gate_up_tile", "tile_for"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ _MEASURED = {
 }
 _WANTED = 264
 """Programs that keep the memory of a large GPU busy: two a multiprocessor."""
+_GATE_UP: dict[tuple[int, int], Tile] = {
+    # (inner width, inputs)
+}
 
 
 def tile_for(n: int, k: int) -> Tile:
@@ -61,3 +64,10 @@ def tile_for(n: int, k: int) -> Tile:
     divisors = [s for s in range(1, 9) if k // block_k % s == 0]
     splits = next((s for s in divisors if s * tiles >= _WANTED), divisors[-1])
     return Tile(block_n, block_k, splits=splits)
+
+
+def gate_up_tile(inner: int, k: int) -> Tile:
+    """Tile of `gate_up16` with ``inner`` outputs and ``k`` inputs."""
+    if (inner, k) in _GATE_UP:
+        return _GATE_UP[inner, k]
+    return Tile(32 if inner >= 32 * _WANTED else 16, min(128, k & -k), stages=4)

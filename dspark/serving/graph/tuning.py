@@ -45,3 +45,7 @@ class Tuning:
     gqa_stages: int = 2
     draft_lanes: int = 32
     draft_chunk: int = 64
+
+    def lanes_for(self, capacity: int) -> int:
+        """Lanes of grouped-query attention over a cache: at most one for each of its chunks."""
+        return min(self.gqa_lanes, -(-capacity // self.gqa_chunk))
