@@ -98,13 +98,9 @@ def _gate_up_kernel(
     gate = dot(left, first, tl.zeros([ROWS, BN], tl.float32), WIDE)
     up = dot(left, second, tl.zeros([ROWS, BN], tl.float32), WIDE)
     for step in range(BK, D, BK):
-        if D % BK == 0:
-            within = live
-            left = tl.load(a + step)
-        else:
-            # the last step is short: zeros change no sum
-            within = live & (step + k < D)[:, None]
-            left = tl.load(a + step, mask=(step + k < D)[None, :], other=0.0)
+        # the last step may be short: zeros change no sum
+        within = live & (step + k < D)[:, None]
+        left = tl.load(a + step, mask=(step + k < D)[None, :], other=0.0)
         right = tl.load(w + step, mask=within, other=0.0, eviction_policy="evict_first")
         gate = dot(left, right, gate, WIDE)
         right = tl.load(w_up + step, mask=within, other=0.0, eviction_policy="evict_first")

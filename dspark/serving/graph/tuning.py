@@ -39,10 +39,10 @@ class Tuning:
     mla_lane_block: int = 16
     mla_value_block: int = 128
     mla_combine_warps: int = 8
-    gqa_lanes: int = 33
-    gqa_chunk: int = 64
+    gqa_lanes: int = 16
+    gqa_chunk: int = 128
     gqa_warps: int = 4
-    gqa_stages: int = 2
+    gqa_stages: int = 3
     draft_lanes: int = 32
     draft_chunk: int = 64
 
