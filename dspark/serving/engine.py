@@ -41,6 +41,7 @@ from dspark.serving.settings import ServeSettings
 from dspark.target import Target
 
 __all__ = [
+    "NEXTN_HAS_NONE",
     "Decoder",
     "Draining",
     "Engine",
@@ -49,12 +50,15 @@ __all__ = [
     "Model",
     "NameTaken",
     "QueueFull",
+    "check_confidence",
     "end_ids",
     "prefix_cache",
     "proposals",
 ]
 
 log = logging.getLogger(__name__)
+
+NEXTN_HAS_NONE = "a NEXTN block has no confidence head"
 
 
 class QueueFull(RunError):
@@ -221,7 +225,7 @@ class Engine:
                 raise EngineLost(self.lost)
             if self._draining:
                 raise Draining("the server is shutting down and takes no new requests")
-            if rid is not None and any(one.rid == rid for one in self._jobs()):
+            if rid is not None and any(rid in one.names for one in self._jobs()):
                 raise NameTaken(f"another request with the rid '{rid}' is running or waiting")
             waiting = sum(not one.cancelled for one in self._queue)
             if self._running is not None and waiting >= self.settings.max_queue:
@@ -274,18 +278,17 @@ class Engine:
         return self.trouble is None
 
     def abort(self, name: str | None) -> list[str]:
-        """End the request of that id or ``rid`` as it stands (None: all); the ids of those found.
+        """End the request of that id or ``rid`` as it stands (None: all).
 
+        Returns what those that were found are called; see `Job.names`.
         One that runs ends before its next step.
         """
         with self._wake:
-            found = [
-                job for job in self._jobs() if name is None or name in (job.request_id, job.rid)
-            ]
+            found = [job for job in self._jobs() if name is None or name in job.names]
             for job in found:
                 job.cancel()
             self._wake.notify_all()
-        return [job.request_id for job in found]
+        return [job.names[0] for job in found]
 
     def _jobs(self) -> list[Job]:
         """Those that are not over; the lock is held."""
@@ -498,11 +501,26 @@ def proposals(draft: Draft | None, settings: ServeSettings) -> int:
     """Proposals a round at most; 0 without a draft.
 
     Raises:
-        ConfigError: ``num_draft_tokens`` does not fit the draft.
+        ConfigError: ``num_draft_tokens`` or ``confidence_threshold`` does not fit the draft.
     """
-    wanted = settings.num_draft_tokens
+    wanted, threshold = settings.num_draft_tokens, settings.confidence_threshold
     if draft is None:
         if wanted is not None:
             raise ConfigError(f"serve.num_draft_tokens is {wanted}, but there is no draft")
+        check_confidence("there is no draft", threshold)
         return 0
-    return proposal_limit(draft, wanted, settings.confidence_threshold)
+    if isinstance(draft, NextNDraft):
+        check_confidence(NEXTN_HAS_NONE, threshold)
+    elif threshold and draft.confidence_head is None:
+        check_confidence("the draft has no confidence head", threshold)
+    return proposal_limit(draft, wanted, threshold)
+
+
+def check_confidence(reason: str, threshold: float) -> None:
+    """Refuse a threshold that would cut nothing, for a ``reason``.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if threshold:
+        raise ConfigError(f"serve.confidence_threshold is {threshold}, but {reason}; leave it out")
