@@ -38,7 +38,7 @@ from dspark.serving.request import (
     Output,
 )
 from dspark.serving.settings import ServeSettings
-from dspark.target import Target
+from dspark.target import GoOn, Target
 
 __all__ = [
     "NEXTN_HAS_NONE",
@@ -91,7 +91,7 @@ class Decoder:
     """
 
     name: str
-    stream: Callable[[Sequence[int], DecodeParams], Iterator[Commit]]
+    stream: Callable[[Sequence[int], DecodeParams, GoOn], Iterator[Commit]]
     context: int | None = None
     most_stops: int | None = None
     logprobs: bool = False
@@ -104,7 +104,9 @@ class Model(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
-    def stream(self, prompt_ids: Sequence[int], params: DecodeParams, /) -> Iterator[Commit]:
+    def stream(
+        self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn, /
+    ) -> Iterator[Commit]:
         """As `decoding.stream`.
 
         Raises:
@@ -146,8 +148,10 @@ class LocalModel:
         settings = settings or ServeSettings()
         prefixes = prefix_cache(settings, draft)
 
-        def reference(prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
-            return stream(target, draft, prompt_ids, params, prefixes)
+        def reference(
+            prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn
+        ) -> Iterator[Commit]:
+            return stream(target, draft, prompt_ids, params, prefixes, go_on)
 
         decoder = decoder or Decoder(
             "reference", reference, settings.context, logprobs=True, prefixes=prefixes
@@ -420,13 +424,15 @@ class Engine:
         )
         step_s = self.settings.step_timeout_s
         self._patience_s = step_s * self.card.prefill_steps(len(job.prompt_ids))
-        commits = self._model.stream(job.prompt_ids, decode)
+        commits = self._model.stream(job.prompt_ids, decode, lambda: self._wanted(job))
         try:
             while out.finish_reason is None:
-                if job.cancelled or self._late(job):
+                # asked behind it as well: there is none where reading the prompt was given up
+                commit = next(commits, None) if self._wanted(job) else None
+                if commit is None and not self._wanted(job):
                     out.abort()
                     break
-                commit = next(commits)
+                assert commit is not None, "commits end with one that has a finish reason"
                 self.commits += 1
                 self._beat, self._patience_s = time.monotonic(), step_s
                 num_tokens, num_accepted = out.take(commit)
@@ -459,6 +465,9 @@ class Engine:
             num_cached_tokens=out.num_cached_tokens,
         )
         self._end(job, end)
+
+    def _wanted(self, job: Job) -> bool:
+        return not (job.cancelled or self._late(job))
 
     def _late(self, job: Job) -> bool:
         return time.monotonic() - job.arrived > self.settings.deadline_s

@@ -36,5 +36,5 @@ def load_model(
     if loaded.device.type == "cuda":
         # kernels are compiled and libraries begun now, not in the time of the first request's steps
         params = DecodeParams(max_new_tokens=3, sampling=SamplingParams(), ignore_eos=True)
-        list(islice(model.stream([0], params), 3))
+        list(islice(model.stream([0], params, lambda: True), 3))
     return model

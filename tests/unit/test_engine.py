@@ -373,7 +373,7 @@ def test_the_decoder_is_closed_before_the_next_request(start: Any, how: str) -> 
     order: list[str] = []
     begun, goes_on = threading.Event(), threading.Event()
 
-    def play(prompt_ids: Sequence[int], _: DecodeParams) -> Iterator[Commit]:
+    def play(prompt_ids: Sequence[int], *_: Any) -> Iterator[Commit]:
         order.append(f"begin {prompt_ids[0]}")
         try:
             yield Commit([65], None, None, 0, 0.001)
