@@ -44,7 +44,9 @@ def nextn_proposals(name: str) -> int | None:
         ConfigError: N is no number, or more than a step verifies; or there is no name.
     """
     if not name:
-        raise ConfigError("--draft is empty: give an exported draft or nextn:N, or leave it out")
+        raise ConfigError(
+            "--draft is an empty text: give the directory of an exported draft, or nextn:N"
+        )
     kind, _, count = name.partition(":")
     if kind != "nextn":
         return None
