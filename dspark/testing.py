@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from dspark.config import DraftSettings
 from dspark.draft import DSparkDraftModel
@@ -60,9 +67,16 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _tiny_model(seed: int, **overrides: Any) -> LlamaForCausalLM:
+_FAMILIES: dict[str, Any] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def _tiny_model(seed: int, family: str = "llama", **overrides: Any) -> PreTrainedModel:
     tokenizer = tiny_tokenizer()
-    config = LlamaConfig(
+    config_class, model_class = _FAMILIES[family]
+    config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=96,
@@ -81,11 +95,14 @@ def _tiny_model(seed: int, **overrides: Any) -> LlamaForCausalLM:
     config.update(overrides)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+        return model_class(config)
 
 
 def tiny_target(seed: int = 0, **overrides: Any) -> HFTarget:
-    """A random float32 Llama of six narrow layers over `tiny_tokenizer`'s vocabulary."""
+    """A random float32 decoder of six narrow layers over `tiny_tokenizer`'s vocabulary.
+
+    A Llama; ``overrides`` are of its config, but for ``family``, which may be qwen3.
+    """
     return HFTarget(_tiny_model(seed, **overrides), "tiny")
 
 

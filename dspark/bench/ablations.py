@@ -20,7 +20,7 @@ from dspark.serving.graph import draft_body, target_body
 from dspark.serving.graph.arena import Arena
 from dspark.serving.graph.step import GraphStep
 
-__all__ = ["ABLATIONS", "without"]
+__all__ = ["ABLATIONS", "OF_LING", "without"]
 
 ABLATIONS = {
     "run-ahead": "a step is enqueued when the one before it has been read",
@@ -31,6 +31,8 @@ ABLATIONS = {
     "staged-commit": "the accepted KDA state is copied to its place behind every step",
 }
 """Name of each technique, and what happens without it."""
+OF_LING = ("fused-routing", "staged-commit")
+"""Those that a dense target has no use for."""
 
 
 @contextlib.contextmanager

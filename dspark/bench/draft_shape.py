@@ -1,23 +1,28 @@
-"""The official draft's shape, for measurements without one."""
+"""The released drafts' shape, for measurements without one."""
 
 from typing import Any
 
 from dspark.target.config import LingConfig
+from dspark.target.families import DenseShape
 
 __all__ = ["official_shape"]
 
 
-def official_shape(config: LingConfig, block_size: int) -> dict[str, Any]:
-    """config.json of the official draft (five layers, rank 256), in this target's widths."""
+def official_shape(config: LingConfig | DenseShape, block_size: int) -> dict[str, Any]:
+    """config.json of a released draft (five layers, rank 256), in this target's widths.
+
+    Ling's has as many key heads as query heads, those of dense targets as few as their target.
+    """
     layers = config.num_hidden_layers
     span = layers - 4
+    dense = isinstance(config, DenseShape)
     return {
-        "architectures": ["LingDSparkModel"],
+        "architectures": ["Qwen3DSparkModel" if dense else "LingDSparkModel"],
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
         "num_hidden_layers": 5,
         "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads if dense else config.num_attention_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,

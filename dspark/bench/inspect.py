@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dspark.bench.targets import read_target
 from dspark.decoding import nextn_proposals
 from dspark.decoding.proposer import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
@@ -15,10 +16,11 @@ from dspark.export.config_json import from_json
 from dspark.export.config_keys import promote
 from dspark.export.load import TargetShape, check_fit
 from dspark.provenance import read_object
-from dspark.serving.graph.weights import unsupported_shapes
+from dspark.serving.graph.weights import unsupported_draft, unsupported_shapes
 from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
 from dspark.serving.settings import ServeSettings
 from dspark.target.config import LingConfig, is_ling
+from dspark.target.families import FAMILIES, DenseShape
 from dspark.target.sizes import Routing, parameter_counts, rank_bytes, step_bytes
 
 __all__ = ["inspect"]
@@ -79,6 +81,11 @@ def inspect(
                 _step(config, ranks, tokens, chosen, context) for tokens in verify_tokens
             ]
         return report
+    dense = raw.get("model_type") in FAMILIES and "DSpark" not in str(names[0])
+    if plan and dense and ranks == 1 and not verify_tokens:
+        shape = read_target(file)
+        report = {"architecture": names[0], **_library(raw, where)}
+        return {**report, "memory_plan": _plan(shape, 1, draft, context, where)}
     if ranks != 1 or verify_tokens or plan:
         left = "--plan" if plan else "--tp and --verify-tokens"
         raise TargetError(
@@ -100,7 +107,11 @@ def _step(
 
 
 def _plan(
-    config: LingConfig, ranks: int, draft: str | Path | None, context: int | None, where: str
+    config: LingConfig | DenseShape,
+    ranks: int,
+    draft: str | Path | None,
+    context: int | None,
+    where: str,
 ) -> dict[str, Any]:
     shape, nextn = None, draft is not None and nextn_proposals(str(draft)) is not None
     if draft is not None and not nextn and not Path(draft).exists():
@@ -114,7 +125,11 @@ def _plan(
         raw = read_object(file, TargetError)
         shape = from_json(raw, str(file), target_layers=config.num_hidden_layers)
         check_fit(shape, TargetShape.of(config, where), str(file))
-    if reason := unsupported_shapes(config, shape, ranks):
+    if isinstance(config, DenseShape):
+        reason = unsupported_draft(shape) if shape is not None else None
+    else:
+        reason = unsupported_shapes(config, shape, ranks)
+    if reason:
         raise TargetError(f"{where}: the graph engine has no plan for it: {reason}")
     if context is None:
         context = min(DEFAULT_CONTEXT, config.max_position_embeddings)

@@ -10,24 +10,28 @@ import torch
 from torch import Tensor
 
 from dspark.bench.draft_shape import official_shape
+from dspark.bench.targets import dense_target
 from dspark.decoding.proposer import MAX_PROPOSALS
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
+from dspark.serving.graph.dense import dense_weights
 from dspark.serving.graph.weights import (
     DenseFFN,
     DraftWeights,
     ExpertFFN,
+    GQAMixer,
     KDAMixer,
     MLAMixer,
     NextNWeights,
     TargetWeights,
 )
 from dspark.target.config import LingConfig
+from dspark.target.families import DenseShape
 from dspark.target.model import LingModel
 from dspark.target.sizes import Routing
 
-__all__ = ["Floor", "roofline", "step_floor"]
+__all__ = ["Floor", "check_dense", "roofline", "step_floor"]
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,16 @@ def step_floor(
             add("KDA in", mixer.into)
             add("KDA out", mixer.out)
             parts["KDA"] = parts.get("KDA", 0.0) + 2 * 4 * mixer.heads * mixer.size**2
+        elif isinstance(mixer, GQAMixer):
+            add("attention in", mixer.into)
+            add("attention out", mixer.out)
+            pair = 2 * mixer.groups * mixer.size * weights.head.element_size()
+            parts["attention"] = parts.get("attention", 0.0) + context * pair
         else:
             add("MLA in", mixer.into, *([mixer.query] if mixer.query is not None else []))
             add("MLA out", mixer.out)
             add("MLA", mixer.kv_b)
-            latent = weights.config.latent_dim * weights.head.element_size()
+            latent = weights.ling.latent_dim * weights.head.element_size()
             parts["MLA"] += context * latent
         if isinstance(ffn, DenseFFN):
             add("dense FFN", ffn.gate_up, ffn.down)
@@ -107,12 +116,12 @@ def step_floor(
         if isinstance(ffn, DenseFFN):
             add("NEXTN", ffn.gate_up, ffn.down, share=passes)
         else:
-            each = weights.config.num_experts_per_tok
-            first = Routing().experts(weights.config, kept)
+            each = weights.ling.num_experts_per_tok
+            first = Routing().experts(weights.ling, kept)
             add("NEXTN", ffn.router, share=passes)
             read = first + 1 + (passes - 1) * (each + 1)
             add("NEXTN", ffn.gate_up, ffn.down, share=read / len(ffn.down))
-        latent = weights.config.latent_dim * weights.head.element_size()
+        latent = weights.ling.latent_dim * weights.head.element_size()
         parts["NEXTN"] += passes * context * latent
         add("draft head", weights.head, share=passes)
     if draft is not None:
@@ -125,8 +134,20 @@ def step_floor(
     return Floor(parts, terabytes_per_s)
 
 
+def check_dense(ranks: int, routing: str) -> None:
+    """A dense target is on one GPU, and has no experts.
+
+    Raises:
+        ConfigError: something else is asked for.
+    """
+    if ranks != 1:
+        raise ConfigError(f"a dense target runs on one rank (--tp 1), got {ranks}")
+    if routing != "independent":
+        raise ConfigError(f"routing {routing} is of experts, and the target has none")
+
+
 def roofline(
-    config: LingConfig,
+    config: LingConfig | DenseShape,
     *,
     ranks: int,
     tokens: int,
@@ -150,11 +171,16 @@ def roofline(
         raise ConfigError(f"bandwidth must be a number above 0, got {terabytes_per_s}")
     if not 0 <= context <= config.max_position_embeddings:
         raise ConfigError(f"context must lie in 0..{config.max_position_embeddings}, got {context}")
-    chosen = Routing.parse(routing)
-    chosen.check(config, tokens)
-    experts = chosen.experts(config, tokens)
     with torch.device("meta"):
-        target = TargetWeights.of(LingModel(config, ranks=ranks).to(torch.bfloat16))
+        if isinstance(config, DenseShape):
+            check_dense(ranks, routing)
+            experts = 0.0
+            target = dense_weights(dense_target(config, "meta"))
+        else:
+            chosen = Routing.parse(routing)
+            chosen.check(config, tokens)
+            experts = chosen.experts(config, tokens)
+            target = TargetWeights.of(LingModel(config, ranks=ranks).to(torch.bfloat16))
         draft = None
         if block_size:
             raw = official_shape(config, block_size)

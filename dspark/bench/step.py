@@ -1,10 +1,10 @@
 """`dspark bench step`: the time of a decode step beside the bytes it must read.
 
-One rank of a Ling-3.0 target with SYNTHETIC weights, and a draft of true shape (a DSpark model or
-the target's own NEXTN block), run as they are served: captured, two launches queued, state on the
-device. With several ranks the exchanges between them are left out and a stated constant is given
-beside the measured time. Acceptance is SIMULATED: a schedule says how many proposals every step
-keeps.
+One rank of a Ling-3.0 target, or a dense one, with SYNTHETIC weights, and a draft of true shape (a
+DSpark model or the target's own NEXTN block), run as they are served: captured, two launches
+queued, state on the device. With several ranks the exchanges between them are left out and a stated
+constant is given beside the measured time. Acceptance is SIMULATED: a schedule says how many
+proposals every step keeps.
 """
 
 import gc
@@ -20,7 +20,8 @@ import torch
 
 from dspark.bench.ablations import without
 from dspark.bench.draft_shape import official_shape
-from dspark.bench.roofline import Floor, step_floor
+from dspark.bench.roofline import Floor, check_dense, step_floor
+from dspark.bench.targets import dense_target, read_target
 from dspark.decoding import DecodeParams, nextn_proposals
 from dspark.decoding.proposer import MAX_PROPOSALS, draft_limit
 from dspark.draft import DSparkConfig, DSparkDraftModel
@@ -30,9 +31,10 @@ from dspark.export.load import TargetShape, check_fit
 from dspark.provenance import read_object
 from dspark.serving.graph.decoder import wait_for
 from dspark.serving.graph.step import GraphStep
-from dspark.serving.graph.weights import unsupported_shapes
-from dspark.target import LingTarget
+from dspark.serving.graph.weights import unsupported_draft, unsupported_shapes
+from dspark.target import HFTarget, LingTarget
 from dspark.target.config import LingConfig
+from dspark.target.families import DenseShape
 from dspark.target.sizes import Routing
 from dspark.target.synthetic import random_model
 
@@ -55,14 +57,14 @@ class StepOptions:
     """
 
     config: Path
-    """config.json of a Ling-3.0 target, or its directory."""
+    """config.json of a target, or its directory."""
     ranks: int = 1
     draft: str = "dspark"
     """dspark, none, or nextn:N, the target's own NEXTN block with N proposals a step."""
     draft_config: Path | None = None
     """Of a draft; None: the official shape, scaled to the target."""
     block_size: int | None = None
-    """Of the official shape; None: 8."""
+    """Of the official shape; None: 8, or 7 for a dense target."""
     num_draft_tokens: int | None = None
     context: int = 8192
     routing: str = "independent"
@@ -169,12 +171,15 @@ class Settled:
     """Accepted proposals of each step in turn."""
 
     @classmethod
-    def of(cls, options: StepOptions, config: LingConfig) -> "Settled":
+    def of(cls, options: StepOptions, config: LingConfig | DenseShape) -> "Settled":
         """Check the options against the target.
 
         Raises:
             ConfigError: a value does not fit it.
         """
+        dense = isinstance(config, DenseShape)
+        if dense:
+            check_dense(options.ranks, options.routing)
         most = config.max_position_embeddings - _OUTPUT - MAX_PROPOSALS - 1
         if options.context > most:
             raise ConfigError(
@@ -189,7 +194,8 @@ class Settled:
             _check_shapes(config, None, options.ranks)
             return cls(None, 0, [0])
         shape, block = None, options.nextn
-        if block and not config.num_nextn_predict_layers:
+        has_block = isinstance(config, LingConfig) and config.num_nextn_predict_layers
+        if block and not has_block:
             raise ConfigError(
                 f"draft is {options.draft}, but the target has no NEXTN block: "
                 "num_nextn_predict_layers is 0"
@@ -197,7 +203,7 @@ class Settled:
         if not block:
             path = options.draft_config
             raw: dict[str, Any] = (
-                official_shape(config, options.block_size or 8)
+                official_shape(config, options.block_size or (7 if dense else 8))
                 if path is None
                 else read_object(path, ConfigError)
             )
@@ -212,8 +218,12 @@ class Settled:
         return cls(shape, proposals, accept_schedule(accept, proposals))
 
 
-def _check_shapes(config: LingConfig, draft: DSparkConfig | None, ranks: int) -> None:
-    if reason := unsupported_shapes(config, draft, ranks):
+def _check_shapes(config: LingConfig | DenseShape, draft: DSparkConfig | None, ranks: int) -> None:
+    if isinstance(config, DenseShape):  # which itself was checked when it was read
+        reason = unsupported_draft(draft) if draft is not None else None
+    else:
+        reason = unsupported_shapes(config, draft, ranks)
+    if reason:
         raise ConfigError(f"the graph engine cannot run this: {reason}")
 
 
@@ -230,7 +240,7 @@ class StepBench:
             raise ConfigError("dspark bench step needs a GPU; dspark inspect gives the bytes")
         self.options = options
         self.device = torch.device("cuda")
-        self.config = LingConfig.from_file(options.config)
+        self.config = read_target(options.config)
         self.routing = Routing.parse(options.routing)
         settled = Settled.of(options, self.config)
         if shared is None:
@@ -316,9 +326,11 @@ class StepBench:
         more = 2 * len(draft.layers) + 2 if draft else 3 * self.options.nextn
         return 2 * self.config.num_hidden_layers + 1 + more
 
-    def _filled(self, nextn: bool) -> tuple[LingTarget, torch.Tensor | None]:
+    def _filled(self, nextn: bool) -> tuple[LingTarget | HFTarget, torch.Tensor | None]:
         """The target, and the whole embedding table where the target has a part of it."""
         options, config = self.options, self.config
+        if isinstance(config, DenseShape):
+            return dense_target(config, self.device, seed=options.seed), None
         model = random_model(
             config, self.device, ranks=options.ranks, seed=options.seed, nextn=nextn
         )
@@ -390,21 +402,24 @@ class StepBench:
 
     def _route(self) -> float:
         """Make the routing what was asked for; distinct experts of a layer, measured."""
-        wanted = self.routing.experts(self.config, self.rows)
-        pool = self.config.num_experts
-        found = self._distinct(pool)
+        config = self.config
+        if isinstance(config, DenseShape):
+            return 0.0
+        wanted = self.routing.experts(config, self.rows)
+        pool = config.num_experts
+        found = self._distinct(config, pool)
         if self.routing.independent:
             return found
-        low, high = self.config.num_experts_per_tok, pool
+        low, high = config.num_experts_per_tok, pool
         while high - low > 1 and abs(found - wanted) > 0.25:
             pool = (low + high) // 2
-            found = self._distinct(pool)
+            found = self._distinct(config, pool)
             low, high = (pool, high) if found < wanted else (low, pool)
         return found
 
-    def _distinct(self, pool: int) -> float:
+    def _distinct(self, config: LingConfig, pool: int) -> float:
         """Distinct experts of a layer and step, if routers may choose among ``pool`` only."""
-        count, groups = self.config.num_experts, self.config.n_group
+        count, groups = config.num_experts, config.n_group
         order = torch.arange(count, device=self.device).view(groups, -1).T.flatten()
         generator = torch.Generator(self.device).manual_seed(self.options.seed)
         for layer in self.step.weights.layers:

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from dspark.bench.ablations import ABLATIONS
+from dspark.bench.ablations import ABLATIONS, OF_LING
 from dspark.bench.report import environment, print_table
 from dspark.bench.step import Settled, StepBench, StepOptions, exchange_us
+from dspark.bench.targets import read_target
 from dspark.kernels.read_stream import read_bandwidth
 from dspark.target.config import LingConfig
 from dspark.target.sizes import Routing
@@ -27,9 +28,10 @@ def measure(options: StepOptions, *, ablate: bool = False) -> dict[str, Any]:
         ConfigError: no GPU, or an option that does not fit the target.
         RunError: a step gave no result.
     """
-    config = LingConfig.from_file(options.config)
+    config = read_target(options.config)
     rows = 1 + Settled.of(options, config).proposals
-    Routing.parse(options.routing).check(config, rows)
+    if isinstance(config, LingConfig):
+        Routing.parse(options.routing).check(config, rows)
     bench = StepBench(options)
     bandwidth = read_bandwidth(bench.device)
     floor = bench.floor(bandwidth)
@@ -64,7 +66,10 @@ def measure(options: StepOptions, *, ablate: bool = False) -> dict[str, Any]:
         "environment": environment(),
     }
     if ablate:
-        report["ablation"] = {name: bench.ablate(name).summary() for name in ABLATIONS}
+        names = [
+            name for name in ABLATIONS if isinstance(config, LingConfig) or name not in OF_LING
+        ]
+        report["ablation"] = {name: bench.ablate(name).summary() for name in names}
     return report
 
 
@@ -79,14 +84,17 @@ def compare(options: StepOptions) -> dict[str, Any]:
     """
     rows: list[dict[str, Any]] = []
     bench, bandwidth = None, 0.0
+    config = read_target(options.config)
+    ling = isinstance(config, LingConfig)
     bare = replace(options, num_draft_tokens=None, draft_config=None, block_size=None)
     every = [
         replace(options if draft == "dspark" else bare, draft=draft, accept_length=accept_length)
         for draft, accept_length in TABLE
+        if ling or not draft.startswith("nextn")
     ]
-    config = LingConfig.from_file(options.config)
     most = 1 + max(Settled.of(mine, config).proposals for mine in every)
-    Routing.parse(options.routing).check(config, most)
+    if isinstance(config, LingConfig):
+        Routing.parse(options.routing).check(config, most)
     for mine in every:
         bench = StepBench(mine, bench, with_nextn=True)
         bandwidth = bandwidth or read_bandwidth(bench.device)

@@ -107,12 +107,12 @@ def _serve(
 
 
 def _bench_step(
-    target: Annotated[str, typer.Option(help="ling-3.0-flash, ling-3.0-tiny, or a config.json.")],
+    target: Annotated[str, typer.Option(help="ling-3.0-flash, qwen3-8b, … or a config.json.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks; one is run.")] = 1,
     draft: Annotated[str, typer.Option(help="dspark, none or nextn:N.")] = "dspark",
     draft_config: Annotated[Path | None, typer.Option(help="config.json of a draft.")] = None,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Of a draft without a config; none: 8.")
+        int | None, typer.Option(min=1, help="Of a draft without a config; none: 8, dense: 7.")
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Rows of a step; none: block and anchor.")
@@ -169,7 +169,7 @@ def _bench_step(
 
 
 def _bench_roofline(
-    target: Annotated[str, typer.Option(help="ling-3.0-flash, ling-3.0-tiny, or a config.json.")],
+    target: Annotated[str, typer.Option(help="ling-3.0-flash, qwen3-8b, … or a config.json.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     tokens: Annotated[int, typer.Option(help="Rows of a step.")] = 9,
     block_size: Annotated[int, typer.Option(min=0, max=16, help="Of the draft; 0: none.")] = 8,
@@ -193,9 +193,9 @@ def _bench_roofline(
 
     from dspark.bench.report import print_table
     from dspark.bench.roofline import roofline
-    from dspark.target.config import LingConfig
+    from dspark.bench.targets import read_target
 
-    config = LingConfig.from_file(_target_config(target))
+    config = read_target(_target_config(target))
     if bandwidth is None:
         _needs_gpu("measuring the bandwidth", "give --bandwidth, in TB/s")
         from dspark.kernels.read_stream import read_bandwidth

@@ -22,6 +22,7 @@ from dspark.export.template import warn_of_another_target
 from dspark.export.tensors import FROZEN, misfits, read_tensors
 from dspark.target import Target
 from dspark.target.config import LingConfig
+from dspark.target.families import DenseShape
 
 __all__ = [
     "TargetShape",
@@ -142,8 +143,8 @@ class TargetShape:
     max_position_embeddings: int
 
     @classmethod
-    def of(cls, config: LingConfig, name: str) -> "TargetShape":
-        """Of a Ling-3.0 model."""
+    def of(cls, config: LingConfig | DenseShape, name: str) -> "TargetShape":
+        """Of a model whose config is known."""
         return cls(
             name,
             config.num_hidden_layers,

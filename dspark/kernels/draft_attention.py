@@ -12,42 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.angles import cos_sin
 from dspark.kernels.launch import ROWS, added, begin, check_shapes, dot, flags
+from dspark.kernels.rotated import head_scales, turned_head
 
 __all__ = ["draft_append", "draft_attend", "draft_combine", "draft_rotate"]
-
-
-@triton.jit
-def _scales(weight, inverse, n, N: tl.constexpr):
-    """Norm weights and frequencies of elements ``n``, and what their partners in RoPE need."""
-    other = (n + N // 2) % N
-    live = n < N
-    own = tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
-    partner = tl.load(weight + other, mask=live, other=0.0).to(tl.float32)
-    rate = tl.load(inverse + n % (N // 2), mask=live, other=0.0).to(tl.float32)
-    return own, partner, rate, other
-
-
-@triton.jit
-def _turned(
-    parts, row, own, partner, rate, other, positions, n, EPS,
-    S: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """One head of the rows that begin at ``row``, normed and rotated: [rows, N] in ``dtype``."""
-    live = n[None, :] < N
-    x = added(parts, row[:, None] + n[None, :], PART, live, S, dtype)
-    y = added(parts, row[:, None] + other[None, :], PART, live, S, dtype)
-    size = tl.rsqrt(tl.sum(x * x, 1) / N + EPS)[:, None]
-    # the roundings of a layer that norms, multiplies and rotates one after another
-    x = ((x * size).to(dtype).to(tl.float32) * own[None, :]).to(dtype).to(tl.float32)
-    y = ((y * size).to(dtype).to(tl.float32) * partner[None, :]).to(dtype).to(tl.float32)
-    angle = positions.to(tl.float32)[:, None] * rate[None, :]
-    cos, sin = cos_sin(angle)
-    cos, sin = cos.to(dtype).to(tl.float32), sin.to(dtype).to(tl.float32)
-    y = tl.where(n[None, :] < N // 2, -y, y)
-    x, y = (x * cos).to(dtype).to(tl.float32), (y * sin).to(dtype).to(tl.float32)
-    return (x + y).to(dtype)
 
 
 @triton.jit
@@ -60,7 +28,7 @@ def _append_kernel(
     rows = tl.program_id(1) * BR + tl.arange(0, BR)
     n = tl.arange(0, NP)
     WIDTH: tl.constexpr = L * 2 * J * N
-    own, partner, rate, other = _scales(norm_weights + layer * N, inverse, n, N)
+    own, partner, rate, other = head_scales(norm_weights + layer * N, inverse, n, N, True)
     begin(PDL)
     first, live_rows = tl.load(base), tl.load(count)
     if tl.program_id(1) * BR >= live_rows:
@@ -70,9 +38,10 @@ def _append_kernel(
     kept = ((rows < live_rows) & (positions < capacity))[:, None] & (n[None, :] < N)
     dtype: tl.constexpr = keys.dtype.element_ty
     row = rows * WIDTH + (layer * 2 * J + head) * N
-    key = _turned(
-        projected, row, own, partner, rate, other, positions, n, EPS, S, ROWS * WIDTH, N, dtype
-    )
+    key = turned_head(
+        projected, row, own, partner, rate, other, positions, n, EPS, 1.0,
+        S, ROWS * WIDTH, N, True, dtype,
+    )  # fmt: skip
     place = row[:, None] + J * N + n[None, :]
     value = added(projected, place, ROWS * WIDTH, n[None, :] < N, S, dtype)
     start = tl.program_id(0).to(tl.int64) * capacity
@@ -105,15 +74,15 @@ def _rotate_kernel(
     rows = tl.program_id(1) * BR + tl.arange(0, BR)
     n = tl.arange(0, NP)
     WIDTH: tl.constexpr = (H + 2 * J) * N
-    own, partner, rate, other = _scales(q_norm if head < H else k_norm, inverse, n, N)
+    own, partner, rate, other = head_scales(q_norm if head < H else k_norm, inverse, n, N, True)
     begin(PDL)
     dtype: tl.constexpr = block.dtype.element_ty
     row = rows * WIDTH + head * N
     place = (head * ROWS + rows)[:, None] * N + n[None, :]
     if head < H + J:
-        new = _turned(
-            projected, row, own, partner, rate, other, tl.load(context) + rows, n, EPS,
-            S, ROWS * WIDTH, N, dtype,
+        new = turned_head(
+            projected, row, own, partner, rate, other, tl.load(context) + rows, n, EPS, 1.0,
+            S, ROWS * WIDTH, N, True, dtype,
         )  # fmt: skip
     else:
         new = added(

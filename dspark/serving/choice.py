@@ -6,6 +6,7 @@
 import logging
 from collections.abc import Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,11 +24,12 @@ from dspark.serving.engine import (
     prefix_cache,
     proposals,
 )
-from dspark.serving.graph.weights import unsupported_shapes
+from dspark.serving.graph.weights import unsupported_draft, unsupported_shapes
 from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
 from dspark.serving.settings import ServeSettings
-from dspark.target import LingTarget, Target, peek
+from dspark.target import HFTarget, LingTarget, Target, library_config, peek
 from dspark.target.config import LingConfig
+from dspark.target.families import DenseShape, unsupported_dense
 
 __all__ = ["choose", "foresee", "obstacle"]
 
@@ -38,22 +40,28 @@ _SPREAD = "the target's layers are on several devices"
 
 
 def obstacle(
-    config: LingConfig | None,
+    config: Any,
     draft: DSparkConfig | None,
     device: torch.device,
     dtype: torch.dtype,
     ranks: int = 1,
 ) -> str | None:
-    """Why the graph engine cannot decode this target (None: no Ling-3.0), None if it can."""
-    if config is None:
-        return "the target is no Ling-3.0 model"
+    """Why the graph engine cannot decode this target, None if it can.
+
+    ``config``: of Ling-3.0, or transformers' of a decoder; None: neither knows it.
+    """
     if device.type != "cuda":
         return f"the target is on the {device.type}, not on a CUDA device"
     if dtype != torch.bfloat16:
         return f"the target is {_name(dtype)}, not bfloat16"
     if not kernels.installed():
         return "triton is not installed (pip install 'dspark[gpu]')"
-    return unsupported_shapes(config, draft, ranks)
+    if config is None:
+        return "the target's config.json is of no model that is known here"
+    if isinstance(config, LingConfig):
+        return unsupported_shapes(config, draft, ranks)
+    reason = unsupported_dense(config)
+    return reason or (unsupported_draft(draft, ranks) if draft is not None else None)
 
 
 def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) -> ServeSettings:
@@ -70,24 +78,26 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
         check_confidence(NEXTN_HAS_NONE, settings.confidence_threshold)
     if settings.engine == "reference":
         return settings
-    config, device, dtype = peek(target)
+    ling, device, dtype = peek(target)
+    # asked for only where it matters: it imports transformers
+    config: Any = ling or (library_config(target) if device.type == "cuda" else None)
     reason, shape = obstacle(config, None, device, dtype), None
     if "+" in target.device:
         reason = _SPREAD
     if nextn is not None:
         draft_limit(nextn, settings.num_draft_tokens, settings.confidence_threshold)
-    elif reason is None and config is not None and draft is not None:
+    elif reason is None and draft is not None:
         shape = read_config(draft, target_layers=config.num_hidden_layers)
-        check_fit(shape, TargetShape.of(config, target.path), draft)
+        check_fit(shape, TargetShape.of(ling or DenseShape.of(config), target.path), draft)
         draft_limit(shape.block_size or 0, settings.num_draft_tokens, settings.confidence_threshold)
         reason = obstacle(config, shape, device, dtype)
     if reason is not None:
         _refuse(settings, reason)
         return settings
-    assert config is not None
     free = _free(device)
     kept = 0 if nextn is not None else settings.prefix_cache_bytes
-    least = MemoryPlan(config, shape, 2, nextn=nextn is not None, prefix_cache=kept)
+    sized = ling or DenseShape.of(config)
+    least = MemoryPlan(sized, shape, 2, nextn=nextn is not None, prefix_cache=kept)
     plan = replace(least, context=settings.context or _default_context(least, free))
     Console(stderr=True).print(plan.table(free))
     plan.check(free)
@@ -117,7 +127,7 @@ def choose(
         _refuse(settings, reason)
         log.info("reference engine: %s", reason)
         return None
-    assert isinstance(target, LingTarget)
+    assert isinstance(target, LingTarget | HFTarget)
     # only here: the kernels need a package that a CPU does without
     from dspark.serving.graph.decoder import GraphDecoder
     from dspark.serving.graph.step import GraphStep
@@ -148,8 +158,9 @@ def choose(
 def _obstacle(target: Target, draft: Draft | None, ends: Set[int]) -> str | None:
     ling = target if isinstance(target, LingTarget) else None
     model = draft if isinstance(draft, DSparkDraftModel) else None
+    config = target.config if isinstance(target, HFTarget) else None
     reason = obstacle(
-        ling.model.config if ling else None,
+        ling.model.config if ling else config,
         model.config if model is not None else None,
         target.device,
         target.dtype,

@@ -17,8 +17,10 @@ from rich.table import Table
 
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
+from dspark.serving.plan_dense import dense_caches, dense_prompt, dense_scratch
 from dspark.target.base import PREFILL_ROWS
 from dspark.target.config import LingConfig
+from dspark.target.families import DenseShape
 from dspark.target.rows import CHUNK
 from dspark.target.rows import MOST_ROWS as ROWS
 from dspark.target.sizes import rank_bytes
@@ -52,7 +54,7 @@ class MemoryPlan:
         TargetError: a width does not divide by ``ranks``.
     """
 
-    config: LingConfig
+    config: LingConfig | DenseShape
     draft: DSparkConfig | None
     context: int
     ranks: int = 1
@@ -65,13 +67,18 @@ class MemoryPlan:
             raise ConfigError(f"context must lie in 2..{most}, got {self.context}")
         if self.nextn and self.draft is not None:
             raise ConfigError("a plan has one draft: either a model or the NEXTN block")
-        if self.nextn and not self.config.num_nextn_predict_layers:
+        if self.nextn and not (
+            isinstance(self.config, LingConfig) and self.config.num_nextn_predict_layers
+        ):
             raise ConfigError("the target has no NEXTN block: num_nextn_predict_layers is 0")
 
     @cached_property
     def target_weights(self) -> int:
         """The whole embedding on every rank: the draft's rows come from anywhere in it."""
-        held, config = rank_bytes(self.config, self.ranks), self.config
+        config = self.config
+        if isinstance(config, DenseShape):
+            return config.parameters * _NARROW
+        held = rank_bytes(config, self.ranks)
         table = config.vocab_size * config.hidden_size * _NARROW
         return held["main_model"] - held["embedding"] + table
 
@@ -81,7 +88,7 @@ class MemoryPlan:
 
         Of a NEXTN block a rank has its part, which the step reads where it lies.
         """
-        if self.nextn:
+        if self.nextn and isinstance(self.config, LingConfig):
             return rank_bytes(self.config, self.ranks)["nextn"]
         if self.draft is None:
             return 0
@@ -115,18 +122,11 @@ class MemoryPlan:
     @cached_property
     def scratch(self) -> int:
         """Partial sums, lanes of the attentions, logits, expert rows and candidates."""
-        config, ranks = self.config, self.ranks
-        hidden, heads = config.hidden_size, config.num_attention_heads // ranks
-        width = heads * config.head_dim
-        inner, dense = config.moe_intermediate_size // ranks, config.intermediate_size // ranks
-        query = heads * config.qk_head_dim
-        outputs = [5 * width + heads, width, hidden, 2 * dense, hidden, config.num_experts]
-        outputs += [(config.q_lora_rank or 0) + query + config.latent_dim + heads, query, hidden]
-        total = _LANES * ROWS * heads * (config.kv_lora_rank + 2) * _WIDE
-        rows = 2 * hidden + (config.q_lora_rank or 0) + dense
-        rows += heads * (config.latent_dim + config.v_head_dim)
-        chosen = config.num_experts_per_tok
-        rows += (1 + ROWS * chosen) * inner + (chosen + 1) * hidden
+        config, ranks, hidden = self.config, self.ranks, self.config.hidden_size
+        if isinstance(config, DenseShape):
+            outputs, rows, total = dense_scratch(config)
+        else:
+            outputs, rows, total = self._ling_scratch(config)
         if self.nextn:
             outputs.append(hidden)
             rows += 2 * hidden
@@ -143,6 +143,21 @@ class MemoryPlan:
         total += _MOST_SPLITS * ROWS * sum(outputs) * _WIDE
         total += ROWS * config.vocab_size // ranks * _WIDE
         return total + ROWS * rows * _NARROW + _SMALL
+
+    def _ling_scratch(self, config: LingConfig) -> tuple[list[int], int, int]:
+        ranks = self.ranks
+        hidden, heads = config.hidden_size, config.num_attention_heads // ranks
+        width = heads * config.head_dim
+        inner, dense = config.moe_intermediate_size // ranks, config.intermediate_size // ranks
+        query = heads * config.qk_head_dim
+        outputs = [5 * width + heads, width, hidden, 2 * dense, hidden, config.num_experts]
+        outputs += [(config.q_lora_rank or 0) + query + config.latent_dim + heads, query, hidden]
+        total = _LANES * ROWS * heads * (config.kv_lora_rank + 2) * _WIDE
+        rows = 2 * hidden + (config.q_lora_rank or 0) + dense
+        rows += heads * (config.latent_dim + config.v_head_dim)
+        chosen = config.num_experts_per_tok
+        rows += (1 + ROWS * chosen) * inner + (chosen + 1) * hidden
+        return outputs, rows, total
 
     @property
     def prompt(self) -> int:
@@ -213,23 +228,31 @@ class MemoryPlan:
         return table
 
     def _caches(self, context: int) -> int:
-        config, draft = self.config, self.draft
-        layers = config.num_hidden_layers
-        mla = sum(config.is_mla(layer) for layer in range(layers))
-        positions = context + _GUARD
-        total = (mla + self.nextn) * positions * config.latent_dim * _NARROW
-        width = config.num_attention_heads // self.ranks * config.head_dim
-        states = (ROWS + 1) * width * config.head_dim * _WIDE
-        inputs = 2 * (config.short_conv_kernel_size - 1 + ROWS) * 3 * width * _NARROW
-        total += (layers - mla) * (states + inputs)
+        config, draft, positions = self.config, self.draft, context + _GUARD
+        if isinstance(config, DenseShape):
+            total = dense_caches(config, positions)
+        else:
+            total = self._ling_caches(config, positions)
         if draft is not None:
             groups = (draft.num_key_value_heads or draft.num_attention_heads) // self.ranks
             a_layer = 2 * groups * draft.head_dim * positions * _NARROW
             total += draft.num_hidden_layers * a_layer
         return total
 
+    def _ling_caches(self, config: LingConfig, positions: int) -> int:
+        layers = config.num_hidden_layers
+        mla = sum(config.is_mla(layer) for layer in range(layers))
+        total = (mla + self.nextn) * positions * config.latent_dim * _NARROW
+        width = config.num_attention_heads // self.ranks * config.head_dim
+        states = (ROWS + 1) * width * config.head_dim * _WIDE
+        inputs = 2 * (config.short_conv_kernel_size - 1 + ROWS) * 3 * width * _NARROW
+        return total + (layers - mla) * (states + inputs)
+
     def _prompt(self, context: int) -> int:
         config = self.config
+        tapped = len(self.draft.target_layer_ids or ()) if self.draft is not None else 0
+        if isinstance(config, DenseShape):
+            return dense_prompt(config, context, tapped)
         heads, hidden = config.num_attention_heads // self.ranks, config.hidden_size
         layers = range(config.num_hidden_layers)
         mla = sum(config.is_mla(layer) for layer in layers)
@@ -241,7 +264,7 @@ class MemoryPlan:
         kept = mla * room * config.latent_dim * _WIDE
         # the taps of a piece, apart and joined, and those of the one before; or what a NEXTN
         # block reads of all pieces, and then joined
-        taps = len(self.draft.target_layer_ids or ()) if self.draft is not None else int(self.nextn)
+        taps = tapped or int(self.nextn)
         kept += (2 * context if self.nextn else 3 * piece) * taps * hidden * _NARROW
         # keys and values rebuilt, joined, padded and laid out; masks as bool and as numbers
         keys = 4 * config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim

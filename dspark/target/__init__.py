@@ -32,6 +32,7 @@ __all__ = [
     "RowCache",
     "Rows",
     "Target",
+    "library_config",
     "load",
     "load_ling",
     "load_tokenizer",
@@ -171,6 +172,17 @@ def peek(settings: TargetSettings) -> tuple[LingConfig | None, torch.device, tor
         return None, device, dtype
     changed = {**raw, **(settings.config_overrides or {})}
     return LingConfig.from_dict(changed, f"{place}/config.json"), device, dtype
+
+
+def library_config(settings: TargetSettings) -> Any:
+    """transformers' config of the text decoder that `load` will load; None if it knows none."""
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(resolve(settings), revision=settings.revision)
+    except (OSError, ValueError, ImportError, KeyError, TypeError):
+        return None
+    return found.get_text_config(decoder=True)
 
 
 def load_ling(

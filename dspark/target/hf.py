@@ -53,6 +53,16 @@ class HFTarget(Target):
             self._check_head()
 
     @property
+    def decoder(self) -> Any:
+        """The model without its head."""
+        return self._decoder
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Of the decoder."""
+        return self._layers
+
+    @property
     def _window(self) -> int | None:
         window: int | None = getattr(self.config, "sliding_window", None)
         return window

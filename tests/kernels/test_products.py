@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dspark.kernels.gemm16 import gemm16_reference
-from dspark.kernels.products import gated_gemm16, gated_reference, swiglu16
+from dspark.kernels.products import gate_up16, gated_gemm16, gated_reference, swiglu16
 from dspark.kernels.tiles import tile_for
 from dspark.target.moe import limited_swiglu
 
@@ -81,3 +81,35 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
         gated(rows, rows, torch.ones(16, device=device), rows, 3)
     with pytest.raises(ValueError, match="swiglu16 wants"):
         swiglu16(rows[None], rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("d", "inner"), [(48, 40), (576, 1536 // 16 + 3), (256, 64)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_gate_and_up_are_the_layers_in_one_product(
+    dtype: torch.dtype, d: int, inner: int, seed: int, device: torch.device
+) -> None:
+    """The definition is transformers' `LlamaMLP` before its last product."""
+    x = drawn(16, d, seed=seed, device=device).to(dtype)
+    weight = (drawn(2 * inner, d, seed=seed + 1, device=device) * d**-0.5).to(dtype)
+    out = torch.full((16, inner), torch.nan, dtype=dtype, device=device)
+    block_k = 128 if d > 128 else 32  # the last step is a short one, or there are only whole ones
+    options = {"block_n": 16 if inner < 64 else 32, "block_k": block_k, "prefetch": seed}
+    gate_up16(x, weight, out, **options)
+    gate, up = (x @ weight.T).chunk(2, 1)
+    close = 1e-5 if dtype == torch.float32 and device.type == "cpu" else 3e-2
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up, rtol=close, atol=close)
+    # a row stands for itself
+    others = torch.full_like(x, torch.nan)
+    others[3] = x[3]
+    again = torch.full_like(out, torch.nan)
+    gate_up16(others, weight, again, **options)
+    assert torch.equal(again[3], out[3])
+
+
+def test_gates_that_do_not_fit_are_refused(device: torch.device) -> None:
+    x, out = torch.zeros(16, 48, device=device), torch.zeros(16, 40, device=device)
+    with pytest.raises(ValueError, match=r"weight \[2 I, D\]"):
+        gate_up16(x, torch.zeros(80, 32, device=device), out)
+    with pytest.raises(ValueError, match="tensors of one dtype"):
+        gate_up16(x, torch.zeros(80, 48, device=device).bfloat16(), out)

@@ -27,7 +27,8 @@ from dspark.serving.plan import MemoryPlan
 from dspark.serving.request import GenerateParams
 from dspark.serving.server import running
 from dspark.serving.settings import ENGINES, ServeSettings
-from dspark.target import LingTarget, peek
+from dspark.target import HFTarget, LingTarget, peek
+from dspark.target.families import DenseShape
 from dspark.testing import (
     TINY_LING,
     save_tiny_ling,
@@ -79,7 +80,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     ("variant", "shape", "device", "dtype", "reason"),
     [
         ("flash", {}, CUDA, BF16, None),
-        (None, {}, CUDA, BF16, "the target is no Ling-3.0 model"),
+        (None, {}, CUDA, BF16, "the target's config.json is of no model that is known here"),
         ("flash", {}, CPU, BF16, "the target is on the cpu, not on a CUDA device"),
         ("flash", {}, CUDA, torch.float32, "the target is float32, not bfloat16"),
         ("tiny", {}, CUDA, BF16, "the low-rank query of 24 is no multiple of 16"),
@@ -126,10 +127,8 @@ def test_ranks_that_do_not_share_a_draft_are_said() -> None:
 
 def test_the_reference_decodes_on_a_cpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dspark")
-    for target, reason in (
-        (tiny_target(), "the target is no Ling-3.0 model"),
-        (ling(), "the target is on the cpu, not on a CUDA device"),
-    ):
+    reason = "the target is on the cpu, not on a CUDA device"
+    for target in (tiny_target(), ling()):
         caplog.clear()
         assert choice.choose(target, None, ENDS, ServeSettings()) is None
         assert [one.getMessage() for one in caplog.records] == [f"reference engine: {reason}"]
@@ -272,7 +271,7 @@ def test_a_plan_is_printed_and_checked_before_loading(
     with pytest.raises(CheckpointError, match=r"vocab_size is 600 but target .* has 512"):
         choice.foresee(settings, str(tmp_path / "draft"), ServeSettings())
     # what the reference decodes has no plan
-    other = TargetSettings(path=str(save_tiny_target(tmp_path / "llama")))
+    other = TargetSettings(path=str(save_tiny_target(tmp_path / "llama", attention_bias=True)))
     capsys.readouterr()
     asked = ServeSettings(engine="reference")
     assert choice.foresee(settings, None, asked) is asked
@@ -283,6 +282,48 @@ def test_a_plan_is_printed_and_checked_before_loading(
         choice.foresee(low_rank, None, ServeSettings(engine="graph"))
     assert capsys.readouterr().err == ""
     assert TINY_LING["tiny"]["q_lora_rank"] == 24
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_dense_decoder_gets_a_plan_and_the_graph(
+    gpu: list[dict[str, Any]],
+    tmp_path: Path,
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = save_tiny_target(tmp_path / "target", family=family)
+    target = tiny_target(family=family)
+    draft = tiny_draft(target, block_size=7)
+    export_draft(draft, tmp_path / "draft", target, check=False)
+    settings = TargetSettings(path=str(place))
+    decided = choice.foresee(settings, str(tmp_path / "draft"), ServeSettings())
+    assert decided.context == 512
+    assert "packed draft weights" in capsys.readouterr().err
+    kept = ServeSettings().prefix_cache_bytes
+    plan = MemoryPlan(DenseShape.of(target.config), draft.config, 300, prefix_cache=kept)
+    monkeypatch.setattr(choice, "_free", lambda _: plan.total)
+    decided = choice.foresee(settings, str(tmp_path / "draft"), ServeSettings())
+    assert decided.context == plan.most(plan.total) >= 300
+    target.model.to(BF16)
+    decoder = choice.choose(target, draft.to(BF16), ENDS, replace(decided, engine="graph"))
+    assert decoder is not None
+    assert (decoder.name, decoder.context) == ("graph", decided.context)
+    assert gpu[0]["warm"]
+    assert gpu[0]["num_draft_tokens"] == 7
+
+
+def test_a_dense_decoder_that_is_not_for_the_graph_says_why(
+    gpu: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dspark")
+    target = tiny_target(mlp_bias=True).model.to(BF16)
+    target = HFTarget(target, "biased")
+    assert choice.choose(target, None, ENDS, ServeSettings()) is None
+    assert "reference engine: its mlp_bias is true, and no kernel adds biases" in caplog.text
+    with pytest.raises(ConfigError, match="--engine graph cannot run here: its mlp_bias is true"):
+        choice.choose(target, None, ENDS, ServeSettings(engine="graph"))
+    assert gpu == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the graph engine can run")

@@ -250,3 +250,21 @@ def test_a_draft_in_the_layout_of_speculators_is_counted(tmp_path: Path) -> None
     report = inspect(tmp_path / "a")
     assert report["own_parameters"] == sum(one.numel() for _, one in draft.trainable())
     assert (report["architecture"], report["target_layer_ids"]) == ("DSparkSpeculator", [1, 2, 3])
+
+
+def test_a_dense_target_has_a_plan_with_its_released_draft() -> None:
+    target = ROOT / "configs/targets/qwen3-8b.json"
+    draft = ROOT / "configs/drafts/qwen3-8b-dspark-block7.json"
+    report = inspect(target, plan=True, context=32768, draft=draft)
+    assert report["parameters"] == 8_190_735_360
+    plan = report["memory_plan"]
+    assert plan["target_weights"] == 2 * report["parameters"]
+    assert plan["draft_weights"] == 2 * 1_126_422_017
+    assert plan["caches"] == (32768 + 32) * (147_456 + 20_480)
+    assert 24e9 < plan["total"] < 40e9
+    for options, message in (
+        ({"ranks": 2, "plan": True}, "leave --plan out"),
+        ({"verify_tokens": [8]}, "leave --tp and --verify-tokens out"),
+    ):
+        with pytest.raises(TargetError, match=message):
+            inspect(target, **options)  # type: ignore[arg-type]

@@ -8,20 +8,23 @@ import pytest
 import torch
 from rich.console import Console
 
+from dspark.bench.targets import dense_target, read_target
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
 from dspark.provenance import read_object
-from dspark.serving import plan
+from dspark.serving import plan, plan_dense
 from dspark.serving.graph.arena import SHORTLIST_EACH, SHORTLIST_PARTS, Caches
+from dspark.serving.graph.dense import dense_weights
 from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import DraftWeights, NextNWeights, TargetWeights
 from dspark.serving.plan import MemoryPlan
 from dspark.target import LingTarget
 from dspark.target.config import LingConfig
+from dspark.target.families import DenseShape
 from dspark.target.model import LingModel
-from dspark.testing import tiny_draft, tiny_ling
+from dspark.testing import tiny_draft, tiny_ling, tiny_target
 
 ROOT = Path(__file__).parents[2]
 FLASH = LingConfig.from_file(ROOT / "configs/targets/ling-3.0-flash.json")
@@ -70,6 +73,7 @@ def leaves(one: Any) -> list[torch.Tensor]:
 
 def test_the_lanes_are_those_of_the_kernels() -> None:
     assert plan._LANES == Tuning().mla_lanes >= Tuning().draft_lanes
+    assert Tuning().gqa_lanes == plan_dense.LANES
 
 
 def test_one_rank_of_four_with_64k_context_fits_a_card_of_141_gb() -> None:
@@ -265,6 +269,55 @@ def test_scratch_is_a_bound_that_is_not_far_off(with_draft: bool) -> None:
     used = laid_out(step)
     plan = MemoryPlan(target.config, draft.config if with_draft else None, 64)
     assert used <= plan.scratch <= 2 * used + (1 << 20)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("with_draft", [True, False])
+def test_a_dense_decoder_is_laid_out_as_planned(family: str, tied: bool, with_draft: bool) -> None:
+    target = tiny_target(family=family, tie_word_embeddings=tied)
+    target.model.to(torch.bfloat16)
+    draft = tiny_draft(target, block_size=7).to(torch.bfloat16) if with_draft else None
+    shape = DenseShape.of(target.config)
+    plan = MemoryPlan(shape, draft.config if draft else None, 300)
+    held = storages(list(target.model.parameters()))
+    assert plan.target_weights == sum(held.values()) == 2 * shape.parameters
+    # laying them out anew costs nothing, and a second step finds the same views
+    before = {name: values.clone() for name, values in target.model.state_dict().items()}
+    weights = dense_weights(target)
+    assert sum(storages(list(target.model.parameters())).values()) == sum(held.values())
+    again = leaves(dense_weights(target))
+    assert len(again) > 40
+    for one, other in zip(leaves(weights), again, strict=True):
+        # the frequencies are made anew
+        assert one.data_ptr() == other.data_ptr() or one.dtype == torch.float32
+    for name, values in target.model.state_dict().items():
+        assert torch.equal(values, before[name]), name
+    step = GraphStep(target, draft, context=300)
+    assert plan.caches == sum(one.nbytes for one in step.caches.tensors())
+    used = laid_out(step)
+    assert used <= plan.scratch <= 2 * used + (1 << 20)
+    # a NEXTN block is none of theirs
+    with pytest.raises(ConfigError, match="no NEXTN block"):
+        MemoryPlan(shape, None, 300, nextn=True)
+
+
+def test_qwen3_8b_with_its_draft_is_laid_out_as_planned() -> None:
+    shape = read_target(ROOT / "configs/targets/qwen3-8b.json")
+    assert isinstance(shape, DenseShape)
+    path = ROOT / "configs/drafts/qwen3-8b-dspark-block7.json"
+    raw = read_object(path, ConfigError)
+    with torch.device("meta"):
+        draft = DSparkDraftModel(from_json(raw, str(path), target_layers=36)).to(torch.bfloat16)
+    step = GraphStep(dense_target(shape, "meta"), draft, context=32768)
+    plan = MemoryPlan(shape, draft.config, 32768)
+    assert sum(one.nbytes for one in step.caches.tensors()) == plan.caches
+    # 147,456 bytes a token of the target, and 20,480 of the draft
+    assert plan.caches == (32768 + 32) * (147_456 + 20_480)
+    used = laid_out(step)
+    assert used <= plan.scratch <= 2 * used
+    plan.check(CARD)
+    assert plan.total < 0.3 * CARD
 
 
 def test_the_table_shows_every_part_and_the_total() -> None:

@@ -20,7 +20,7 @@ from dspark.decoding import (
 )
 from dspark.kernels.accept import Field
 from dspark.serving.graph.step import GraphStep
-from dspark.target import Target, base
+from dspark.target import HFTarget, LingTarget, Target, base
 from dspark.testing import tiny_draft, tiny_ling, tiny_target
 
 SIZE = 32
@@ -226,9 +226,15 @@ def test_the_oldest_make_room_and_none_that_another_needs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_graph_engines_caches_are_those_of_a_prompt_read_whole(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_graph_engines_caches_are_those_of_a_prompt_read_whole(
+    dense: bool, dtype: torch.dtype
+) -> None:
     """Only what `begin` does, which launches no kernel."""
-    target = tiny_ling(dtype=dtype)
+    target: HFTarget | LingTarget = tiny_ling(dtype=dtype)
+    if dense:
+        target = tiny_target()
+        target.model.to(dtype)
     draft, prompt = tiny_draft(target).to(dtype), ids(150)
     params = DecodeParams(4, SAMPLED, ignore_eos=True)
     warm, cold = (
@@ -248,6 +254,10 @@ def test_the_graph_engines_caches_are_those_of_a_prompt_read_whole(dtype: torch.
         assert torch.equal(warm.caches.kda[index].inputs[0, :3], slots.inputs[0, :3])
     for index, latent in cold.caches.latents.items():
         assert torch.equal(warm.caches.latents[index][:150], latent[:150])
+    assert bool(cold.caches.pairs) == dense
+    for index, pair in cold.caches.pairs.items():
+        for mine, whole in zip(warm.caches.pairs[index], pair, strict=True):
+            assert torch.equal(mine[:, :150], whole[:, :150])
     for got, expected in ((warm.caches.keys, cold.caches.keys),
                           (warm.caches.values, cold.caches.values)):  # fmt: skip
         assert got is not None

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dspark.bench.roofline import roofline
 from dspark.bench.step import accept_schedule
+from dspark.bench.targets import dense_target, read_target
 from dspark.cli import app
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, TargetError
 from dspark.target.config import LingConfig
 from dspark.target.sizes import Routing, step_bytes
 
@@ -92,3 +94,53 @@ def test_a_model_of_few_positions_is_counted_at_its_own_most() -> None:
     words = ["bench", "roofline", "--target", nano, "--bandwidth", "4.3", "--json"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert json.loads(done.stdout.splitlines()[-1])["context"] == 2048
+
+
+def test_a_dense_target_reads_its_weights_and_its_cache_once() -> None:
+    shape = read_target(TARGETS / "qwen3-8b.json")
+    given = {"ranks": 1, "tokens": 8, "routing": "independent", "context": 8192}
+    report = roofline(shape, **given, block_size=0, terabytes_per_s=4.5)  # type: ignore[arg-type]
+    parts = {name: one["mb"] for name, one in report["components"].items()}
+    for name, megabytes in {
+        "attention in": 36 * 6144 * 4096 * 2e-6, "attention out": 36 * 4096 * 4096 * 2e-6,
+        "dense FFN": 36 * 3 * 12288 * 4096 * 2e-6, "head": 151936 * 4096 * 2e-6,
+        "attention": 36 * 8192 * 2 * 8 * 128 * 2e-6,
+    }.items():  # fmt: skip
+        assert parts.pop(name) == pytest.approx(megabytes, rel=1e-9), name
+    assert not parts
+    # everything but the table that single rows are taken from, and the norms
+    weights = (shape.parameters - 151936 * 4096) * 2e-6  # type: ignore[union-attr]
+    assert report["total_mb"] - 36 * 8192 * 4096e-6 == pytest.approx(weights, rel=1e-4)
+    drafted = roofline(shape, **given, block_size=7, terabytes_per_s=4.5)  # type: ignore[arg-type]
+    layers = 5 * (6144 * 4096 + 4096 * 4096 + 3 * 12288 * 4096) * 2e-6
+    assert drafted["components"]["draft layers"]["mb"] == pytest.approx(layers, rel=1e-9)
+    for options, message in (
+        ({"ranks": 2}, "a dense target runs on one rank .*, got 2"),
+        ({"routing": "experts:8"}, "experts:8 is of experts, and the target has none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            roofline(shape, **{**given, **options}, block_size=0, terabytes_per_s=1.0)  # type: ignore[arg-type]
+
+
+def test_what_is_no_target_with_kernels_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "qwen2"}))
+    with pytest.raises(ConfigError, match=r"cannot run .*: Qwen2 adds biases"):
+        read_target(tmp_path)
+    file.write_text(json.dumps({"model_type": "no_such"}))
+    with pytest.raises(TargetError, match="is of no model that is known here"):
+        read_target(file)
+
+
+def test_a_random_dense_target_decodes_and_is_a_function_of_its_seed(tmp_path: Path) -> None:
+    raw = json.loads((TARGETS / "qwen3-4b.json").read_text())
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **small}))
+    shape = read_target(tmp_path)
+    one, same, other = (dense_target(shape, "cpu", seed=seed) for seed in (1, 1, 2))  # type: ignore[arg-type]
+    assert one.embed_weight is one.head_weight
+    assert torch.equal(one.head_weight, same.head_weight)
+    assert not torch.equal(one.head_weight, other.head_weight)
+    rows = one.prefill(one.new_cache((0,)), torch.arange(5, 20))
+    assert rows.logits.isfinite().all()
+    assert sum(values.numel() for values in one.model.parameters()) == shape.parameters  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ import torch
 
 from dspark.bench.roofline import step_floor
 from dspark.bench.step import Settled, StepOptions
+from dspark.bench.targets import read_target
 from dspark.errors import ConfigError
 from dspark.serving.graph.step import GraphStep
 from dspark.target.config import LingConfig
@@ -47,6 +48,34 @@ def test_a_nextn_draft_needs_the_block() -> None:
     tiny = LingConfig.from_file(FLASH.with_name("ling-3.0-tiny.json"))
     with pytest.raises(ConfigError, match="nextn:2, but the target has no NEXTN block"):
         Settled.of(StepOptions(config=FLASH, draft="nextn:2"), tiny)
+
+
+def test_a_dense_target_has_a_draft_as_narrow_as_itself() -> None:
+    place = FLASH.with_name("qwen3-8b.json")
+    config = read_target(place)
+
+    def dense(**options: Any) -> Settled:
+        return Settled.of(StepOptions(config=place, **options), config)
+
+    plain = dense()
+    assert plain.shape is not None
+    assert (plain.shape.block_size, plain.proposals) == (7, 7)
+    assert (plain.shape.num_attention_heads, plain.shape.num_key_value_heads) == (32, 8)
+    assert plain.shape.target_layer_ids == [1, 9, 17, 25, 33]
+    released = place.parents[1] / "drafts/qwen3-8b-dspark-block7.json"
+    other = dense(draft_config=released).shape
+    assert other is not None
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "markov_rank")
+    assert [getattr(plain.shape, one) for one in names] == [getattr(other, one) for one in names]
+    assert dense(draft="none").proposals == 0
+    for options, message in (
+        ({"ranks": 4}, "a dense target runs on one rank"),
+        ({"routing": "overlap:0.5"}, "the target has none"),
+        ({"draft": "nextn:5"}, "nextn:5, but the target has no NEXTN block"),
+        ({"context": 40960}, "40960 positions"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dense(**options)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from dspark.kernels.launch import ROWS
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import (
     DraftWeights,
+    GQAMixer,
     KDAMixer,
     NextNWeights,
     TargetWeights,
@@ -38,6 +39,7 @@ class Caches:
 
     kda: dict[int, KDASlots]
     latents: dict[int, Tensor]  # [capacity, L + P]; behind the target's those of a NEXTN block
+    pairs: dict[int, tuple[Tensor, Tensor]]  # keys and values [J, capacity, X] of a dense decoder
     keys: Tensor | None  # [draft layers, J, capacity, X]
     values: Tensor | None
 
@@ -52,7 +54,7 @@ class Caches:
         """For ``context`` positions."""
         like = target.head
         capacity = context + _GUARD
-        kda, latents = {}, {}
+        kda, latents, pairs = {}, {}, {}
         behind = [nextn.layer] if nextn is not None else []
         for index, layer in enumerate([*target.layers, *behind]):
             mixer = layer.mixer
@@ -60,18 +62,22 @@ class Caches:
                 kda[index] = KDASlots.empty(
                     mixer.heads, mixer.size, mixer.conv.shape[1], like.dtype, like.device
                 )
+            elif isinstance(mixer, GQAMixer):
+                each = (mixer.groups, capacity, mixer.size)
+                pairs[index] = (like.new_zeros(each), like.new_zeros(each))
             else:
-                latents[index] = like.new_zeros(capacity, target.config.latent_dim)
+                latents[index] = like.new_zeros(capacity, target.ling.latent_dim)
         keys = values = None
         if draft is not None:
             shape = (len(draft.layers), draft.groups, capacity, draft.size)
             keys, values = like.new_zeros(shape), like.new_zeros(shape)
-        return cls(kda, latents, keys, values)
+        return cls(kda, latents, pairs, keys, values)
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
         held = [one for slots in self.kda.values() for one in (slots.states, slots.inputs)]
         held += self.latents.values()
+        held += [one for pair in self.pairs.values() for one in pair]
         return held + [one for one in (self.keys, self.values) if one is not None]
 
 

@@ -3,12 +3,13 @@
 The prompt is read by the target's own modules; what they remember is put where the kernels look for
 it, and the draft's context is filled from the taps of the whole prompt.
 
-Symbols: S positions, F tapped layers, D hidden, J key/value heads and X head size of the draft.
+Symbols: S positions, F tapped layers, D hidden, H query heads, J key/value heads and X head size.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from dspark.draft.layers import rotate
 from dspark.serving.graph.arena import Caches
@@ -18,9 +19,71 @@ from dspark.target.mtp import nextn_latents
 from dspark.target.norm import rms_norm
 from dspark.target.state import LingCache
 
-__all__ = ["ArenaContext", "fill_context", "fill_nextn", "hand_over"]
+__all__ = ["ArenaContext", "PromptCache", "fill_context", "fill_nextn", "hand_over"]
 
 _PIECE = 4096
+
+
+class _Pairs:
+    """Keys and values in the arena, [J, capacity, X] each by layer, written behind a cursor."""
+
+    def __init__(self, pairs: dict[int, tuple[Tensor, Tensor]]) -> None:
+        self._pairs, self.length = pairs, 0
+
+    def written(self, start: int) -> dict[int, tuple[Tensor, ...]]:
+        """By layer, views [J, n, X] of what lies from position ``start`` on."""
+        rows = slice(start, self.length)
+        return {
+            layer: (keys[:, rows], values[:, rows]) for layer, (keys, values) in self._pairs.items()
+        }
+
+    def restore(self, written: dict[int, tuple[Tensor, ...]], rows: int) -> None:
+        """Append what `written` gave of ``rows`` positions."""
+        here = slice(self.length, self.length + rows)
+        for layer, held in written.items():
+            for store, one in zip(self._pairs[layer], held, strict=True):
+                store[:, here] = one
+        self.length += rows
+
+
+class PromptCache(_Pairs):
+    """What a dense decoder's layers write a prompt to: the kernels' own keys and values.
+
+    Pieces attend by SDPA. It need not be the step's arithmetic: whatever is proposed later, a
+    prompt is read once, in the same pieces.
+    """
+
+    def __init__(self, caches: Caches, layer_ids: tuple[int, ...]) -> None:
+        super().__init__(caches.pairs)
+        self.layer_ids, self._rows = layer_ids, 0
+
+    def begin(self, rows: int, window: int | None, device: torch.device) -> None:
+        """A piece of ``rows`` positions follows."""
+        self._rows = rows
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [H, S, X]
+        key: Tensor,  # [J, S, X]
+        value: Tensor,  # [J, S, X]
+        scaling: float,
+    ) -> Tensor:  # [S, H, X]
+        """Append, then attend to all that is held."""
+        keys, values = self._pairs[layer]
+        start, end = self.length, self.length + self._rows
+        keys[:, start:end], values[:, start:end] = key, value
+        # no bias says what is_causal does, and a piece behind another begins in the middle
+        mask = causal_lower_right(self._rows, end) if start else None
+        out = F.scaled_dot_product_attention(
+            query[None], keys[None, :, :end], values[None, :, :end], attn_mask=mask,
+            is_causal=mask is None, scale=scaling, enable_gqa=True,
+        )  # fmt: skip
+        return out[0].transpose(0, 1)
+
+    def commit(self, rows: int) -> None:
+        """Keep the piece."""
+        self.length += rows
 
 
 def hand_over(cache: LingCache, caches: Caches) -> None:
@@ -61,12 +124,14 @@ def fill_context(
             caches.values[layer, :, here] = both[:, 1].transpose(0, 1)
 
 
-class ArenaContext:
+class ArenaContext(_Pairs):
     """A draft's context in the arena, from the start of a prompt on."""
 
     def __init__(self, draft: DraftWeights, caches: Caches, rank: int) -> None:
+        assert caches.keys is not None
+        assert caches.values is not None
+        super().__init__(dict(enumerate(zip(caches.keys, caches.values, strict=True))))
         self._draft, self._caches, self._rank = draft, caches, rank
-        self.length = 0
 
     def extend(self, taps: Tensor) -> None:  # [n, F D] of the whole layers
         """Append what the taps of the next ``n`` positions come to."""
@@ -74,25 +139,6 @@ class ArenaContext:
         mine = taps[:, self._rank * width : (self._rank + 1) * width]
         fill_context(self._draft, self._caches, mine, self.length)
         self.length += len(taps)
-
-    def written(self, start: int) -> dict[int, tuple[Tensor, ...]]:
-        """By layer, views of the keys and values [J, n, X] from position ``start`` on."""
-        keys, values = self._both()
-        rows = slice(start, self.length)
-        return {layer: (keys[layer, :, rows], values[layer, :, rows]) for layer in range(len(keys))}
-
-    def restore(self, written: dict[int, tuple[Tensor, ...]], rows: int) -> None:
-        """Append what `written` gave of ``rows`` positions."""
-        here = slice(self.length, self.length + rows)
-        for store, index in zip(self._both(), (0, 1), strict=True):
-            for layer, held in written.items():
-                store[layer, :, here] = held[index]
-        self.length += rows
-
-    def _both(self) -> tuple[Tensor, Tensor]:
-        assert self._caches.keys is not None
-        assert self._caches.values is not None
-        return self._caches.keys, self._caches.values
 
 
 def fill_nextn(

@@ -24,9 +24,10 @@ from dspark.errors import ConfigError
 from dspark.kernels.accept import RING, STOP_IDS, Done, Field, Real, Record, accept
 from dspark.kernels.filter_floor import FilterScratch, filter_floor
 from dspark.serving.graph.arena import MOST_SCHEDULE, Arena, Caches
+from dspark.serving.graph.dense import dense_weights
 from dspark.serving.graph.draft_body import DraftBody
 from dspark.serving.graph.nextn_body import NextNBody
-from dspark.serving.graph.prompt import ArenaContext, fill_nextn, hand_over
+from dspark.serving.graph.prompt import ArenaContext, PromptCache, fill_nextn, hand_over
 from dspark.serving.graph.target_body import TargetBody
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import (
@@ -35,7 +36,8 @@ from dspark.serving.graph.weights import (
     TargetWeights,
     unsupported,
 )
-from dspark.target import GoOn, LingTarget
+from dspark.target import GoOn, HFTarget, LingTarget
+from dspark.target.state import LingCache
 
 __all__ = ["GraphStep", "StepRecord"]
 
@@ -77,7 +79,7 @@ class GraphStep:
 
     def __init__(
         self,
-        target: LingTarget,
+        target: LingTarget | HFTarget,
         draft: DSparkDraftModel | None,
         *,
         context: int,
@@ -87,7 +89,7 @@ class GraphStep:
         nextn: int = 0,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        if reason := unsupported(target.model, draft):
+        if reason := unsupported(target, draft):
             raise ConfigError(f"the graph engine cannot run this: {reason}")
         if not 1 <= context <= target.max_position_embeddings:
             raise ConfigError(
@@ -100,13 +102,17 @@ class GraphStep:
             self.limit = draft_limit(draft.block_size, num_draft_tokens)
         elif nextn and num_draft_tokens is not None:
             self.limit = draft_limit(nextn, num_draft_tokens)
-        model = target.model
+        ling = target.model if isinstance(target, LingTarget) else None
+        ranks, self.rank = (ling.ranks, ling.rank) if ling else (1, 0)
         with torch.no_grad():
-            self.weights = TargetWeights.of(model, embedding)
+            if isinstance(target, LingTarget):
+                self.weights = TargetWeights.of(target.model, embedding)
+            else:
+                self.weights = dense_weights(target)
             self.draft = None
             if draft is not None:
-                self.draft = DraftWeights.of(draft, model.ranks, model.rank)
-            self.nextn = NextNWeights.of(model) if nextn else None
+                self.draft = DraftWeights.of(draft, ranks, self.rank)
+            self.nextn = NextNWeights.of(ling) if ling and nextn else None
             self.caches = Caches.empty(self.weights, self.draft, context, self.nextn)
             self.arena = Arena(self.weights, self.draft, tuning or Tuning())
         layer_ids = self.draft.layer_ids if self.draft else ()
@@ -120,7 +126,7 @@ class GraphStep:
             )
         if self.draft is not None:
             self._draft_body = DraftBody(
-                self.draft, self.weights, self.arena, self.caches, model.ranks, model.rank
+                self.draft, self.weights, self.arena, self.caches, ranks, self.rank
             )
         self._filters = FilterScratch(target.device)
         on_gpu = target.device.type == "cuda"
@@ -153,9 +159,15 @@ class GraphStep:
         stops = sorted(stop_ids(self.target, params))
         if len(stops) > STOP_IDS:
             raise ConfigError(f"at most {STOP_IDS} stop ids are possible, got {len(stops)}")
-        cache = self.target.new_cache(self.draft.layer_ids if self.draft else ())
+        layer_ids = self.draft.layer_ids if self.draft else ()
+        cache: LingCache | PromptCache
+        if isinstance(self.target, LingTarget):
+            cache = self.target.new_cache(layer_ids)
+        else:
+            cache = PromptCache(self.caches, layer_ids)
         prompt = torch.tensor(prompt_ids, dtype=torch.int64, device=self.device)
         if self.nextn is not None:
+            assert isinstance(self.target, LingTarget)
             rows = self.target.prefill(cache, prompt, keep_hidden=True, go_on=go_on)
             assert rows.hidden is not None
             fill_nextn(self.target.model, self.caches, rows.hidden, prompt)
@@ -165,13 +177,14 @@ class GraphStep:
         else:
             context = None
             if self.draft is not None:
-                context = ArenaContext(self.draft, self.caches, self.target.model.rank)
+                context = ArenaContext(self.draft, self.caches, self.rank)
             logits, self.num_reused = read_prompt(
                 self.target, cache, prompt, context, self._prefixes, go_on
             )
         where = torch.tensor([cache.length], device=self.device)
         first = int(pick(logits, params.sampling, where)[0])
-        hand_over(cache, self.caches)
+        if isinstance(cache, LingCache):
+            hand_over(cache, self.caches)
         left = min(params.max_new_tokens, self.context - len(prompt_ids)) - 1
         self.set_state(cursor=cache.length, anchor=first, left=left, params=params, stops=stops)
         return first
@@ -328,12 +341,12 @@ class GraphStep:
         self._mailbox.fill_(self.request)
 
 
-def _check_nextn(target: LingTarget, draft: DSparkDraftModel | None, nextn: int) -> None:
+def _check_nextn(target: LingTarget | HFTarget, draft: DSparkDraftModel | None, nextn: int) -> None:
     if not 0 <= nextn <= MAX_PROPOSALS:
         raise ConfigError(f"nextn must lie in 0..{MAX_PROPOSALS}, got {nextn}")
     if nextn and draft is not None:
         raise ConfigError(f"a step has one draft: either a model, or nextn ({nextn} was given)")
-    if nextn and not target.model.has_nextn:
+    if nextn and not (isinstance(target, LingTarget) and target.model.has_nextn):
         raise ConfigError(
             f"nextn is {nextn}, but the model has no NEXTN block, or it was not loaded"
         )

@@ -10,17 +10,19 @@ from torch import Tensor
 from dspark.kernels.accept import Field, pick_parts
 from dspark.kernels.experts import experts_down, experts_up
 from dspark.kernels.gemm16 import gemm16
+from dspark.kernels.gqa_verify import gqa_attend, gqa_combine, gqa_prepare
 from dspark.kernels.kda_verify import kda_verify
 from dspark.kernels.launch import ROWS
 from dspark.kernels.mla_verify import mla_attend, mla_combine, mla_prepare
-from dspark.kernels.products import gated_gemm16, swiglu16
+from dspark.kernels.products import gate_up16, gated_gemm16, swiglu16
 from dspark.kernels.reduce_norm import combine_norm, embed_norm, parts_norm, reduce_norm
 from dspark.kernels.router import route
-from dspark.kernels.tiles import tile_for
+from dspark.kernels.tiles import gate_up_tile, tile_for
 from dspark.serving.graph.arena import Arena, Caches
 from dspark.serving.graph.weights import (
     DenseFFN,
     ExpertFFN,
+    GQAMixer,
     KDAMixer,
     LayerWeights,
     MLAMixer,
@@ -130,10 +132,12 @@ class TargetBody:
         hidden, place = self.arena.residual.shape[1], self.layer_ids.index(index)
         return self.arena.taps[:, place * hidden : (place + 1) * hidden]
 
-    def mix(self, index: int, mixer: KDAMixer | MLAMixer) -> Tensor:
+    def mix(self, index: int, mixer: KDAMixer | MLAMixer | GQAMixer) -> Tensor:
         """Partial sums of the mixer's output."""
         if isinstance(mixer, KDAMixer):
             return self._kda(index, mixer)
+        if isinstance(mixer, GQAMixer):
+            return self._gqa(index, mixer)
         return self._mla(index, mixer)
 
     def _kda(self, index: int, mixer: KDAMixer) -> Tensor:
@@ -149,7 +153,7 @@ class TargetBody:
                 into, mixer.conv, mixer.a_log, mixer.dt_bias, mixer.norm, self.caches.kda[index],
                 core, squares, rows, start_slot=arena.of(Field.START_SLOT),
                 live_rows=self.live_rows, turn=arena.of(Field.TURN),
-                lower_bound=self.weights.config.kda_lower_bound, block_v=block_v,
+                lower_bound=self.weights.ling.kda_lower_bound, block_v=block_v,
                 warps=tuning.kda_warps,
             )  # fmt: skip
         parts = tuning.out_parts if mixer.heads % tuning.out_parts == 0 else 1
@@ -162,7 +166,7 @@ class TargetBody:
         return out
 
     def _mla(self, index: int, mixer: MLAMixer) -> Tensor:
-        arena, config = self.arena, self.weights.config
+        arena, config = self.arena, self.weights.ling
         into = self._product("MLA in", "mixer", arena.normed, mixer.into)
         heads, size = mixer.heads, config.latent_dim
         first = heads * config.qk_head_dim
@@ -201,13 +205,45 @@ class TargetBody:
             )  # fmt: skip
         return self._product("MLA out", "mixed", mixed, mixer.out)
 
+    def _gqa(self, index: int, mixer: GQAMixer) -> Tensor:
+        arena, heads, size = self.arena, mixer.heads, mixer.size
+        projected = self._product("attention in", "mixer", arena.normed, mixer.into)
+        keys, values = self.caches.pairs[index]
+        lanes = arena.tuning.lanes_for(keys.shape[1])
+        query = arena.scratch("gqa query", (heads, ROWS, size), arena.dtype)
+        total = arena.scratch("gqa total", (lanes, ROWS, heads, size))
+        peaks = arena.scratch("gqa peaks", (lanes, ROWS, heads))
+        masses = arena.scratch("gqa masses", (lanes, ROWS, heads))
+        mixed = arena.scratch("gqa mixed", (ROWS, heads * size), arena.dtype)
+        if self.on("attention"):
+            cursor, live = self.cursor, self.live_rows
+            gqa_prepare(
+                projected, mixer.q_norm, mixer.k_norm, mixer.inverse, query, keys, values,
+                cursor=cursor, live_rows=live, eps=self.eps, amplitude=mixer.amplitude,
+            )  # fmt: skip
+            gqa_attend(
+                query, keys, values, total, peaks, masses, cursor=cursor, live_rows=live,
+                scale=mixer.scale, chunk=arena.tuning.gqa_chunk, warps=arena.tuning.gqa_warps,
+                stages=arena.tuning.gqa_stages,
+            )  # fmt: skip
+            gqa_combine(total, peaks, masses, mixed, live_rows=live)
+        return self._product("attention out", "mixed", mixed, mixer.out)
+
     def _dense(self, ffn: DenseFFN, after: Tensor, tap: Tensor | None) -> None:
         """Dense FFN, residual, and the norm ``after`` it."""
         arena = self.arena
-        parts = self._product("dense FFN", "gate up", arena.normed, ffn.gate_up)
-        inner = arena.scratch("dense", (ROWS, ffn.down.shape[1]), arena.dtype)
-        if self.on("dense FFN"):
-            swiglu16(parts, inner)
+        width = ffn.down.shape[1]
+        inner = arena.scratch("dense", (ROWS, width), arena.dtype)
+        if not ffn.fused:
+            parts = self._product("dense FFN", "gate up", arena.normed, ffn.gate_up)
+            if self.on("dense FFN"):
+                swiglu16(parts, inner)
+        elif self.on("dense FFN"):
+            tile = gate_up_tile(width, ffn.gate_up.shape[1])
+            gate_up16(
+                arena.normed, ffn.gate_up, inner, block_n=tile.block_n, block_k=tile.block_k,
+                warps=tile.warps, stages=tile.stages, prefetch=tile.prefetch,
+            )  # fmt: skip
         out = self._product("dense FFN", "fed", inner, ffn.down)
         if self.on("norms"):
             reduce_norm(
@@ -217,7 +253,7 @@ class TargetBody:
 
     def experts(self, ffn: ExpertFFN, after: Tensor, tap: Tensor | None) -> None:
         """Routed and shared experts, residual, and the norm ``after`` them."""
-        arena, config, tuning = self.arena, self.weights.config, self.arena.tuning
+        arena, config, tuning = self.arena, self.weights.ling, self.arena.tuning
         logits = self._product("router", "router", arena.normed, ffn.router)
         if self.on("router"):
             route(

@@ -1,4 +1,7 @@
-"""Choices of the step's launches that only time depends on, as measured on an H200."""
+"""Choices of the step's launches that only time depends on, as measured on an H200.
+
+Those of grouped-query attention are not: no GPU has run it yet.
+"""
 
 from dataclasses import dataclass
 
@@ -36,5 +39,13 @@ class Tuning:
     mla_lane_block: int = 16
     mla_value_block: int = 128
     mla_combine_warps: int = 8
+    gqa_lanes: int = 16
+    gqa_chunk: int = 128
+    gqa_warps: int = 4
+    gqa_stages: int = 3
     draft_lanes: int = 32
     draft_chunk: int = 64
+
+    def lanes_for(self, capacity: int) -> int:
+        """Lanes of grouped-query attention over a cache: at most one for each of its chunks."""
+        return min(self.gqa_lanes, -(-capacity // self.gqa_chunk))

@@ -5,7 +5,7 @@ the prompt, become views of them, so that no weight is held twice, and a second 
 model finds the same views; the draft, which is small, is copied.
 
 Symbols: D hidden, H heads (of this rank), K key size, N unrotated and P rotated size of a query,
-L latent rank, E experts, I inner width, J key/value heads of the draft.
+L latent rank, E experts, I inner width, J key/value heads, X head size of a draft or dense decoder.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.draft.layers import DraftLayer
+from dspark.target import HFTarget, LingTarget
 from dspark.target.config import LingConfig
+from dspark.target.families import DenseShape, unsupported_dense
 from dspark.target.joined import in_a_row
 from dspark.target.kda import KDA
 from dspark.target.mla import MLA
@@ -24,9 +26,9 @@ from dspark.target.model import Layer, LingModel
 from dspark.target.moe import MLP, MoE
 from dspark.target.mtp import nextn_block
 
-__all__ = ["DenseFFN", "DraftLayerWeights", "DraftWeights", "ExpertFFN", "KDAMixer",
-           "LayerWeights", "MLAMixer", "NextNWeights", "TargetWeights", "unsupported",
-           "unsupported_shapes"]  # fmt: skip
+__all__ = ["DenseFFN", "DraftLayerWeights", "DraftWeights", "ExpertFFN", "GQAMixer", "KDAMixer",
+           "LayerWeights", "MLAMixer", "NextNWeights", "TargetWeights", "joined_rows",
+           "unsupported", "unsupported_draft", "unsupported_shapes"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,29 @@ class MLAMixer:
 
 
 @dataclass(frozen=True)
+class GQAMixer:
+    """Matrices of a dense decoder's attention."""
+
+    into: Tensor  # [(H + 2 J) X, D]: q, k, v
+    q_norm: Tensor | None  # [X], with k_norm or neither
+    k_norm: Tensor | None  # [X]
+    out: Tensor  # [D, H X]
+    inverse: Tensor  # [X / 2], frequencies
+    amplitude: float
+    scale: float
+    heads: int
+    groups: int
+    size: int
+
+
+@dataclass(frozen=True)
 class DenseFFN:
-    """Matrices of `target.moe.MLP`."""
+    """Matrices of `target.moe.MLP`, or of a dense decoder."""
 
     gate_up: Tensor  # [2 I, D]
     down: Tensor  # [D, I]
+    fused: bool = False
+    """Gate, up and SwiGLU in one launch, not a split product and another."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +105,7 @@ class LayerWeights:
     """One layer of the target."""
 
     norm: Tensor  # [D]
-    mixer: KDAMixer | MLAMixer
+    mixer: KDAMixer | MLAMixer | GQAMixer
     ffn_norm: Tensor  # [D]
     ffn: DenseFFN | ExpertFFN
 
@@ -109,11 +129,17 @@ class LayerWeights:
 class TargetWeights:
     """A whole target, or one rank's part of it."""
 
-    config: LingConfig
+    config: LingConfig | DenseShape
     embedding: Tensor  # [V, D]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [D]
     head: Tensor  # [V (of this rank), D]
+
+    @property
+    def ling(self) -> LingConfig:
+        """The config, where a layer is one of Ling-3.0."""
+        assert isinstance(self.config, LingConfig)
+        return self.config
 
     @classmethod
     def of(cls, model: LingModel, embedding: Tensor | None = None) -> "TargetWeights":
@@ -154,11 +180,13 @@ class NextNWeights:
         )
 
 
-def unsupported(model: LingModel, draft: DSparkDraftModel | None) -> str | None:
+def unsupported(target: LingTarget | HFTarget, draft: DSparkDraftModel | None) -> str | None:
     """Why the kernels cannot run these models; None if they can."""
-    return unsupported_shapes(
-        model.config, draft.config if draft is not None else None, model.ranks
-    )
+    config = draft.config if draft is not None else None
+    if isinstance(target, LingTarget):
+        return unsupported_shapes(target.config, config, target.model.ranks)
+    reason = unsupported_dense(target.config)
+    return reason or (unsupported_draft(config) if config is not None else None)
 
 
 def unsupported_shapes(
@@ -181,14 +209,17 @@ def unsupported_shapes(
         return f"convolutions have {config.short_conv_kernel_size} taps instead of 4"
     if config.head_dim & (config.head_dim - 1) or config.head_dim < 16:
         return f"the head size {config.head_dim} is no power of two from 16 on"
-    if draft is not None:
-        kind = draft.markov_head_type
-        if draft.markov_rank and kind != "vanilla":
-            return f"the draft's Markov head is '{kind}', only vanilla has a kernel"
-        if (draft.block_size or 0) > 16:
-            return f"the draft's block of {draft.block_size} exceeds 16 rows"
-        return _unsupported_widths(draft, ranks)
-    return None
+    return unsupported_draft(draft, ranks) if draft is not None else None
+
+
+def unsupported_draft(draft: DSparkConfig, ranks: int = 1) -> str | None:
+    """Why the kernels cannot run this draft, beside whichever target."""
+    kind = draft.markov_head_type
+    if draft.markov_rank and kind != "vanilla":
+        return f"the draft's Markov head is '{kind}', only vanilla has a kernel"
+    if (draft.block_size or 0) > 16:
+        return f"the draft's block of {draft.block_size} exceeds 16 rows"
+    return _unsupported_widths(draft, ranks)
 
 
 def _unsupported_widths(draft: DSparkConfig, ranks: int) -> str | None:
@@ -311,7 +342,7 @@ class DraftWeights:
         )
 
 
-def _together(linears: Sequence[nn.Module]) -> Tensor:
+def joined_rows(linears: Sequence[nn.Module]) -> Tensor:
     """One matrix of all of them, of which their weights become rows."""
     weights: list[nn.Parameter] = [linear.weight for linear in linears]  # type: ignore[misc]
     rows = sum(len(weight) for weight in weights)
@@ -326,9 +357,9 @@ def _together(linears: Sequence[nn.Module]) -> Tensor:
 
 def _kda(mixer: KDA) -> KDAMixer:
     parts = (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.f_proj, mixer.g_proj, mixer.b_proj)
-    conv = _together([mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d])
+    conv = joined_rows([mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d])
     return KDAMixer(
-        into=_together(parts),
+        into=joined_rows(parts),
         conv=conv.view(len(conv), -1),
         a_log=mixer.A_log.data,
         dt_bias=mixer.dt_bias.data,
@@ -343,7 +374,7 @@ def _mla(mixer: MLA) -> MLAMixer:
     low = mixer.low_rank_query
     first = mixer.q_a_proj if low else mixer.q_proj
     return MLAMixer(
-        into=_together([first, mixer.kv_a_proj_with_mqa, mixer.g_proj]),
+        into=joined_rows([first, mixer.kv_a_proj_with_mqa, mixer.g_proj]),
         query_norm=mixer.q_a_layernorm.weight.data if low else None,
         query=mixer.q_b_proj.weight.data if low else None,
         latent_norm=mixer.kv_a_layernorm.weight.data,
@@ -358,7 +389,7 @@ def _mla(mixer: MLA) -> MLAMixer:
 
 
 def _dense(ffn: MLP) -> DenseFFN:
-    return DenseFFN(_together([ffn.gate_proj, ffn.up_proj]), ffn.down_proj.weight.data)
+    return DenseFFN(joined_rows([ffn.gate_proj, ffn.up_proj]), ffn.down_proj.weight.data)
 
 
 def _experts(ffn: MoE) -> ExpertFFN:
