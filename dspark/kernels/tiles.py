@@ -41,6 +41,7 @@ _MEASURED = {
     (512, 2560): Tile(32, 512, 4, 1, 5),
     (39296, 2560): Tile(64, 128, 4, 3),
     # whole on one GPU: SmolLM2-135M, Qwen3-8B and Qwen3-4B
+    (3072, 576): Tile(64, 64, 4, 3, 9),
     (960, 576): Tile(32, 64, 4, 3, 9),
     (576, 576): Tile(32, 64, 4, 3, 9),
     (576, 1536): Tile(32, 128, 4, 3, 12),
@@ -56,7 +57,6 @@ _WANTED = 264
 """Programs that keep the memory of a large GPU busy: two a multiprocessor."""
 _GATE_UP: dict[tuple[int, int], Tile] = {
     # (inner width, inputs)
-    (1536, 576): Tile(32, 128, 4, 3),
     (12288, 4096): Tile(32, 128, 2, 4),
     (9728, 2560): Tile(32, 128, 2, 3),
 }

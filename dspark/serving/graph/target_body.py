@@ -209,7 +209,7 @@ class TargetBody:
         arena, heads, size = self.arena, mixer.heads, mixer.size
         projected = self._product("attention in", "mixer", arena.normed, mixer.into)
         keys, values = self.caches.pairs[index]
-        lanes = arena.tuning.lanes_for(keys.shape[1])
+        lanes, chunk, stages = arena.tuning.lanes_for(*keys.shape[1:])
         query = arena.scratch("gqa query", (heads, ROWS, size), arena.dtype)
         total = arena.scratch("gqa total", (lanes, ROWS, heads, size))
         peaks = arena.scratch("gqa peaks", (lanes, ROWS, heads))
@@ -223,8 +223,7 @@ class TargetBody:
             )  # fmt: skip
             gqa_attend(
                 query, keys, values, total, peaks, masses, cursor=cursor, live_rows=live,
-                scale=mixer.scale, chunk=arena.tuning.gqa_chunk, warps=arena.tuning.gqa_warps,
-                stages=arena.tuning.gqa_stages,
+                scale=mixer.scale, chunk=chunk, warps=arena.tuning.gqa_warps, stages=stages,
             )  # fmt: skip
             gqa_combine(total, peaks, masses, mixed, live_rows=live)
         return self._product("attention out", "mixed", mixed, mixer.out)

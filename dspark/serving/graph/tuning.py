@@ -1,7 +1,4 @@
-"""Choices of the step's launches that only time depends on, as measured on an H200.
-
-Those of grouped-query attention are not: no GPU has run it yet.
-"""
+"""Choices of the step's launches that only time depends on, as measured on an H200."""
 
 from dataclasses import dataclass
 
@@ -46,6 +43,11 @@ class Tuning:
     draft_lanes: int = 32
     draft_chunk: int = 64
 
-    def lanes_for(self, capacity: int) -> int:
-        """Lanes of grouped-query attention over a cache: at most one for each of its chunks."""
-        return min(self.gqa_lanes, -(-capacity // self.gqa_chunk))
+    def lanes_for(self, capacity: int, size: int) -> tuple[int, int, int]:
+        """Lanes, chunk and stages of grouped-query attention; ``size``: of a head.
+
+        Small heads take half the chunk, and no cache has more lanes than chunks.
+        """
+        narrow = size <= 64 and self.gqa_chunk > 64
+        chunk = 64 if narrow else self.gqa_chunk
+        return min(self.gqa_lanes, -(-capacity // chunk)), chunk, 2 if narrow else self.gqa_stages
