@@ -101,7 +101,7 @@ def _serve(
     if tp > 1 and device != "cpu":
         check_count(tp)
     tokenizer = load_tokenizer(config.target)
-    if draft and nextn_proposals(draft) is None:
+    if draft is not None and nextn_proposals(draft) is None:
         warn_of_another(draft, tokenizer)
     loads = (config.target, draft, end_ids(tokenizer), settings)
     serve(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,7 +31,7 @@ from dspark.serving.ranks import follow as followers
 from dspark.serving.ranks import lead as leaders
 from dspark.serving.ranks.loading import lead, load_rank
 from dspark.serving.settings import ServeSettings
-from dspark.target import load
+from dspark.target import base, load
 from dspark.testing import save_tiny_ling, tiny_draft, tiny_tokenizer
 from tests.unit.scripted import alive, body, free_port, healthy, until
 
@@ -88,10 +88,10 @@ def test_the_output_is_that_of_one_model_with_a_draft_and_without(
     whole = load(TargetSettings(path=str(saved[0]), dtype="float32", device="cpu"))
     with engine(saved, ranks) as model:
         for seed, sampling in enumerate((GREEDY, SEEDED, FILTERED)):
-            ids, params = prompt(seed, 5 + 9 * seed), DecodeParams(24, sampling, ignore_eos=True)
+            ids, params = prompt(seed, 5 + 9 * seed), DecodeParams(12, sampling, ignore_eos=True)
             expected = decode(whole, None, ids, params).token_ids
             for proposals in (None, 0, 1):
-                asked = DecodeParams(24, sampling, ignore_eos=True, num_draft_tokens=proposals)
+                asked = DecodeParams(12, sampling, ignore_eos=True, num_draft_tokens=proposals)
                 assert tokens(model.stream(ids, asked)) == expected, (sampling, proposals)
 
 
@@ -116,10 +116,17 @@ def _with_state(commit: Commit) -> int:
     return zlib.crc32(repr(cache.length).encode(), state)
 
 
+def impatient(asks: int) -> Callable[[], bool]:
+    """Goes on when it is asked the first times."""
+    left = iter([True] * asks)
+    return lambda: next(left, False)
+
+
 @pytest.mark.parametrize(("ranks", "requests"), [(2, 170), (4, 30)])
 def test_no_schedule_makes_ranks_part_ways(
     ranks: int, requests: int, saved: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(base.PREFILL_ROWS, "cpu", 32)
     monkeypatch.setattr(loop, "ReferenceStep", _Watched)
     monkeypatch.setattr(leaders, "digest", _with_state)
     monkeypatch.setattr(followers, "digest", _with_state)
@@ -136,24 +143,29 @@ def test_no_schedule_makes_ranks_part_ways(
                 stop_ids=frozenset(chance.sample(range(512), 100)),
             )  # fmt: skip
             taken = chance.choice((0, 1, 2, None))
-            stream = model.stream(ids, params)
+            # a long prompt is read in pieces, between which nobody may want it any more
+            asks = chance.choice((0, 1, 2))
+            leaves = length > 80 and chance.random() < 0.5
+            stream = model.stream(ids, params, impatient(asks) if leaves else None)
             if length == POSITIONS:
                 with pytest.raises(RunError, match=f"more than the target's {POSITIONS} positions"):
                     next(stream)
                 ends.add("refused")
                 continue
             commits = list(islice(stream, taken))
+            if leaves and not commits and taken != 0:
+                ends.add("given up")
             stream.close()  # type: ignore[attr-defined]
             if taken is not None:
                 ends.add("left")
-            elif number % 6 == 0:
+            elif number % 6 == 0 and not leaves:
                 expected = decode(whole, None, ids, params)
                 assert tokens(commits) == expected.token_ids
             ends.update({commits[-1].finish_reason} if commits else ())
             if chance.random() < 0.05:
                 model.forget()
         model.check()
-    assert ends >= {"refused", "left", "stop", "length"}
+    assert ends >= {"refused", "left", "stop", "length", "given up"}
 
 
 def test_the_command_spawns_ranks_and_ends_with_one_of_them(

@@ -28,6 +28,7 @@ from dspark.serving.ranks.lead import Leader
 from dspark.serving.ranks.loading import lead, load_rank
 from dspark.serving.ranks.seat import Seat, check_gpus
 from dspark.serving.settings import ServeSettings
+from dspark.target import GoOn
 from dspark.testing import save_tiny_ling, save_tiny_target
 from tests.unit.scripted import KILL, STOP, A, Scripted, alive
 
@@ -163,15 +164,17 @@ class Ranked:
         return Leader(self.model.load(), board)  # type: ignore[arg-type]
 
     def load_rank(self, seat: Seat, board: Board) -> Any:
-        other = self.other
+        other, pieces = self.other, self.model.pieces
 
         @dataclass
         class Other(Scripted):
-            def stream(self, prompt_ids: Sequence[int], params: DecodeParams, /) -> Any:
-                for step, commit in enumerate(super().stream(prompt_ids, params)):
+            def stream(
+                self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn = bool, /
+            ) -> Any:
+                for step, commit in enumerate(super().stream(prompt_ids, params, go_on)):
                     yield other(step) or commit
 
-        return Other(step_s=0)
+        return Other(step_s=0, pieces=pieces)
 
     def engine(self, settings: ServeSettings = TWO) -> EngineProcess:
         return EngineProcess(self.lead, settings, self.load_rank)
@@ -195,6 +198,15 @@ def test_all_ranks_make_the_commits_that_are_asked_for() -> None:
         assert len(list(engine.stream([A], params(5)))) == 5
         engine.check()
     assert not any(alive(pid) for pid in pids.values())
+
+
+@pytest.mark.parametrize("asks", [0, 1, 3])
+def test_a_prompt_that_is_given_up_is_given_up_by_all(asks: int) -> None:
+    left = iter([True] * asks)
+    with Ranked(Scripted(step_s=0.03, pieces=12)).engine() as engine:
+        assert not list(engine.stream([A], params(3), lambda: next(left, False)))
+        for _ in range(2):
+            assert len(list(engine.stream([A], params(3)))) == 3
 
 
 @pytest.mark.parametrize("when", [0, 3, 9])

@@ -38,6 +38,10 @@ class Command(IntEnum):
     """No more of it."""
     FORGET = 4
     """Drop what is kept of earlier prompts."""
+    READ_ON = 5
+    """In the middle of a commit, between two pieces of a prompt: the next one."""
+    GIVE_UP = 6
+    """In its place: no more of this prompt, and no commit."""
 
 
 class Topic(IntEnum):

@@ -11,7 +11,7 @@ from dspark.errors import DSparkError
 from dspark.serving.child import begin
 from dspark.serving.engine import EngineLost, LocalModel
 from dspark.serving.ranks.board import Board, Command, Topic
-from dspark.serving.ranks.lead import digest, digest_of_error
+from dspark.serving.ranks.lead import NO_COMMIT, digest, digest_of_error
 from dspark.serving.ranks.seat import Seat
 
 __all__ = ["BROKEN_OFF", "LoadRank", "follow", "keep_beating", "main"]
@@ -57,19 +57,22 @@ def keep_beating(board: Board, rank: int) -> None:
 def follow(board: Board, rank: int, model: LocalModel) -> None:
     """Do what rank 0 orders, for ever."""
     step, commits = 0, _nothing()
-    last = time.monotonic()
+
+    def go_on() -> bool:
+        command, _ = _next(board, rank)
+        board.done(rank)
+        return command == Command.READ_ON
+
     while True:
-        if (order := board.next_order(rank)) is None:
-            time.sleep(_NAP_S if time.monotonic() - last < _BUSY_S else _IDLE_NAP_S)
-            continue
-        command, payload = order
+        command, payload = _next(board, rank)
         if command == Command.BEGIN:
             prompt_ids, params = pickle.loads(payload)
-            commits = model.stream(prompt_ids, params)
+            commits = model.stream(prompt_ids, params, go_on)
         elif command == Command.NEXT:
             step += 1
             try:
-                found = digest(next(commits))
+                commit = next(commits, None)
+                found = digest(commit) if commit is not None else NO_COMMIT
             except EngineLost:
                 raise
             except DSparkError as error:
@@ -82,7 +85,14 @@ def follow(board: Board, rank: int, model: LocalModel) -> None:
         elif command == Command.FORGET:
             model.forget()
         board.done(rank)
-        last = time.monotonic()
+
+
+def _next(board: Board, rank: int) -> tuple[Command, bytes]:
+    """The next command, as soon as it is there."""
+    begun = time.monotonic()
+    while (order := board.next_order(rank)) is None:
+        time.sleep(_NAP_S if time.monotonic() - begun < _BUSY_S else _IDLE_NAP_S)
+    return order
 
 
 def _nothing() -> Iterator[Commit]:

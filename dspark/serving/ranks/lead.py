@@ -14,8 +14,9 @@ from dspark.serving.card import ModelCard
 from dspark.serving.engine import EngineLost, LocalModel
 from dspark.serving.ranks.board import Board, Command
 from dspark.serving.ranks.seat import Seat
+from dspark.target import GoOn
 
-__all__ = ["Leader", "LoadLeader", "digest", "digest_of_error"]
+__all__ = ["NO_COMMIT", "Leader", "LoadLeader", "digest", "digest_of_error"]
 
 
 class Leader:
@@ -29,7 +30,9 @@ class Leader:
     def card(self) -> ModelCard:
         return self._model.card
 
-    def stream(self, prompt_ids: Sequence[int], params: DecodeParams, /) -> Iterator[Commit]:
+    def stream(
+        self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn, /
+    ) -> Iterator[Commit]:
         """As `decoding.stream`.
 
         Raises:
@@ -38,18 +41,26 @@ class Leader:
         """
         board = self._board
         board.order(Command.BEGIN, pickle.dumps((list(prompt_ids), params)))
-        commits = self._model.stream(prompt_ids, params)
+
+        def all_go_on() -> bool:
+            answer = go_on()
+            board.order(Command.READ_ON if answer else Command.GIVE_UP)
+            return answer
+
+        commits = self._model.stream(prompt_ids, params, all_go_on)
         try:
             while True:
                 board.order(Command.NEXT)
                 try:
-                    commit = next(commits)
+                    commit = next(commits, None)
                 except DSparkError as error:
                     # of the request, and the others have met it too: this is compared at the end
                     self._post(digest_of_error(error))
                     raise
-                self._post(digest(commit))
+                self._post(digest(commit) if commit is not None else NO_COMMIT)
                 self._compare(self._step - 1)
+                if commit is None:
+                    return
                 yield commit
                 if commit.finish_reason is not None:
                     return
@@ -90,6 +101,8 @@ class Leader:
             self._compared = step
 
 
+NO_COMMIT = 0
+"""Digest where a prompt was given up."""
 LoadLeader = Callable[[Seat], Leader]
 
 

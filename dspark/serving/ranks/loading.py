@@ -74,10 +74,9 @@ def load_rank(
         )
     if device.type == "cuda":
         settings = replace(settings, engine="graph")
-    settings = foresee(target, draft, settings, seat.ranks, quiet=seat.rank > 0)
+    planned = foresee(target, draft, settings, seat.ranks, quiet=seat.rank > 0)
     heap_bytes = exchange_heap(config, seat.ranks)
-    group = join(seat, board, device, heap_bytes, settings.context)
-    settings = replace(settings, context=group.context)
+    group = join(seat, board, device, heap_bytes, planned.context)
     loaded = load_ling(
         target, device=device, dtype=dtype, ranks=seat.ranks, rank=seat.rank, reduce=group.reduce,
         whole_embedding=True,
@@ -86,11 +85,12 @@ def load_rank(
     # from here on all do the same at the same time
     board.say(seat.rank, Topic.LOADED, b"")
     board.all_said(Topic.LOADED, seat.timeout_s)
-    decoder = choose(loaded, drafted, ends, settings, peers=group.peers)
+    planned = replace(planned, context=group.context)
+    decoder = choose(loaded, drafted, ends, planned, peers=group.peers)
     model = LocalModel(loaded, drafted, settings, decoder)
     # kernels are compiled and libraries begun now, not in the time of the first request's steps
     params = DecodeParams(max_new_tokens=3, sampling=SamplingParams(), ignore_eos=True)
-    list(islice(model.stream([0], params), 3))
+    list(islice(model.stream([0], params, lambda: True), 3))
     return model
 
 
