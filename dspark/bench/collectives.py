@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -112,17 +113,19 @@ def _simulated(options: CollectiveOptions) -> dict[str, Any]:
 def _in_processes(options: CollectiveOptions) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     said: Any = context.Queue()
-    with Board(options.ranks) as board, tempfile.TemporaryDirectory() as folder:
+    board = Board(options.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
         ranks = [
-            context.Process(
-                target=_rank, args=(rank, options, board.name, str(Path(folder) / "meeting"), said)
-            )
+            context.Process(target=_rank, args=(rank, options, board.name, meeting, said))
             for rank in range(options.ranks)
         ]
         for one in ranks:
             one.start()
         try:
             found = [said.get(timeout=2 * _LOAD_S) for _ in ranks]
+        except Empty:
+            raise RunError(f"not all ranks were measured within {2 * _LOAD_S:g} s") from None
         finally:
             for one in ranks:
                 one.join(10)

@@ -4,6 +4,7 @@ On a GPU all ranks share it, and long outputs go through the graph; on a CPU two
 steps through the interpreter.
 """
 
+import json
 import multiprocessing
 import os
 import signal
@@ -27,7 +28,7 @@ from dspark.serving.graph.decoder import GraphDecoder
 from dspark.serving.graph.exchange import PromptSum
 from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
-from dspark.serving.plan import exchange_heap
+from dspark.serving.plan import MemoryPlan, exchange_heap
 from dspark.serving.process import EngineProcess
 from dspark.serving.ranks.board import Board
 from dspark.serving.ranks.group import join
@@ -41,6 +42,7 @@ from dspark.target.synthetic import synthetic
 from dspark.target.weights import fill
 from dspark.testing import TINY_LING, save_tiny_ling, tiny_draft
 
+ROOT = Path(__file__).parents[2]
 GREEDY = DecodeParams(max_new_tokens=5, ignore_eos=True)
 SEEDED = replace(GREEDY, sampling=SamplingParams(temperature=0.8, seed=(5 << 33) + 3))
 FILTERED = replace(GREEDY, sampling=SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=7))
@@ -48,6 +50,16 @@ FILTERED = replace(GREEDY, sampling=SamplingParams(temperature=1.0, top_p=0.9, t
 WIDER: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64,
                          "moe_shared_expert_intermediate_size": 64}  # fmt: skip
 CONFIG = LingConfig.from_dict({**TINY_LING["flash"], **WIDER})
+
+
+def few_layers(count: int) -> dict[str, Any]:
+    """The released config with ``count`` layers and without a NEXTN block."""
+    raw: dict[str, Any] = json.loads((ROOT / "configs/targets/ling-3.0-flash.json").read_text())
+    raw.update(num_hidden_layers=count, num_nextn_predict_layers=0)
+    for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        if raw.get(name):
+            raw[name] = raw[name][:count]
+    return raw
 
 
 def ling(device: torch.device, **options: Any) -> LingTarget:
@@ -198,3 +210,34 @@ def test_an_engine_of_ranks_that_share_a_gpu(tmp_path: Path) -> None:
         with pytest.raises(EngineLost, match="rank 2 was ended by SIGKILL"):
             list(stream)
         assert time.monotonic() - begun < 5
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_rank_takes_the_memory_of_its_plan() -> None:
+    """Eight layers of the real widths, one rank of four; reading a prompt is not measured here."""
+    device, ranks, layers = torch.device("cuda:0"), 4, 8
+    config = LingConfig.from_dict(few_layers(layers))
+    plan = MemoryPlan(config, None, 32768, ranks)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            model = LingModel(config, ranks=ranks, rank=1, whole_embedding=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    heaps = [torch.zeros(exchange_heap(config, ranks), dtype=torch.uint8, device=device)] * ranks
+    peers = Peers(heaps, 1)
+    model.reduce = PromptSum(peers)
+    step = GraphStep(LingTarget(model, "flash"), None, context=32768, peers=peers)
+    # nobody else comes: the launches are made, and are worth nothing
+    peers.wait_at_most(0)
+    step._filtered = True
+    step.run_body()
+    torch.cuda.synchronize()
+    used = torch.cuda.memory_allocated(device) - before
+    parts = plan.parts()
+    planned = plan.total - parts["reserve"] - parts["reading a prompt"]
+    assert abs(used - planned) < 0.03 * planned, (used, parts)

@@ -13,15 +13,16 @@ from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
 from dspark.kernels import tiles
+from dspark.kernels.peers import Peers
 from dspark.provenance import read_object
 from dspark.serving import plan, plan_dense
 from dspark.serving.graph.arena import Caches
 from dspark.serving.graph.dense import dense_weights
-from dspark.serving.graph.exchange import SHORTLIST_EACH, SHORTLIST_PARTS
+from dspark.serving.graph.exchange import SHORTLIST_EACH, SHORTLIST_PARTS, Exchange, PromptSum
 from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import DraftWeights, NextNWeights, TargetWeights
-from dspark.serving.plan import MemoryPlan
+from dspark.serving.plan import MemoryPlan, exchange_heap
 from dspark.target import LingTarget
 from dspark.target.config import LingConfig
 from dspark.target.families import DenseShape
@@ -244,6 +245,22 @@ def test_the_release_is_laid_out_as_planned(ranks: int) -> None:
     assert sum(one.nbytes for one in step.caches.tensors()) == plan.caches
     used = laid_out(step)
     assert used <= plan.scratch <= 2 * used
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_ranks_share_is_as_planned(ranks: int) -> None:
+    size = exchange_heap(FLASH, ranks)
+    peers = Peers([torch.empty(size, dtype=torch.uint8, device="meta")] * ranks)
+    PromptSum(peers)
+    # a draft of the most slots; others leave a little
+    Exchange(peers, FLASH.hidden_size, FLASH.vocab_size // ranks, 16)
+    assert peers.held_bytes == size
+    plan = MemoryPlan(FLASH, official_draft(), 8192, ranks)
+    assert plan.parts()["exchange"] == size + 16 * FLASH.vocab_size * 4
+    assert plan.total == sum(plan.parts().values())
+    alone = MemoryPlan(FLASH, official_draft(), 8192)
+    assert alone.exchange == 0
+    assert "exchange" not in alone.parts()
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -10,7 +10,6 @@ import time
 import zlib
 from enum import IntEnum
 from multiprocessing.shared_memory import SharedMemory
-from typing import Self
 
 from dspark.errors import RunError
 
@@ -83,12 +82,6 @@ class Board:
     @property
     def name(self) -> str:
         return self._memory.name
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self, *, last: bool = False) -> None:
         """Let go of it; ``last``: it is of no use to anybody any more."""

@@ -1,0 +1,53 @@
+"""What the benchmark of the exchange is asked for, and how it is told; it is timed on a GPU."""
+
+import pytest
+import torch
+
+from dspark.bench.collectives import CollectiveOptions, print_report
+from dspark.cli import main
+from dspark.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ranks": 3}, "--tp must be one of"),
+        ({"ranks": 1}, "got 1"),
+        ({"hidden": 100}, "--hidden must be a multiple of 16, got 100"),
+        ({"skew": (0, -1)}, "--skew must be >= 0"),
+        ({"repeats": 0}, "--repeats >= 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(given: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CollectiveOptions(**given)  # type: ignore[arg-type]
+
+
+def test_ranks_on_one_gpu_are_called_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    time = {"median_us": 5.25, "p90_us": 6.5}
+    print_report(
+        {
+            "ranks": 4,
+            "hidden": 2560,
+            "simulated": True,
+            "exchange": [{"skew": 0, **time}, {"skew": 20, **time}],
+            "nccl": None,
+            "alone": time,
+        }
+    )
+    said = capsys.readouterr().err
+    assert "SIMULATED on one GPU" in said
+    assert "up to 20 looks late" in said
+    assert said.count("5.25") == 3
+    assert "NCCL" not in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_without_a_gpu_the_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["dspark", "bench", "collectives"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "dspark bench collectives needs a GPU" in " ".join(capsys.readouterr().err.split())
