@@ -270,6 +270,29 @@ def looks(engine: EngineProcess) -> Iterator[None]:
         time.sleep(0.02)
 
 
+def test_a_rank_that_was_missed_is_not_waited_for() -> None:
+    def miss(step: int) -> None:
+        if step == 2:
+            raise EngineLost("rank 1 did not come")
+
+    def hang(step: int) -> None:
+        if step == 2:
+            time.sleep(60)
+
+    begun = time.monotonic()
+    with (
+        Ranked(Scripted(step_s=0, before=miss), hang).engine() as engine,
+        pytest.raises(EngineLost, match="rank 1 did not come"),
+    ):
+        list(engine.stream([A], params(10)))
+    assert time.monotonic() - begun < 3
+
+
+def test_a_rank_may_be_as_far_behind_as_the_board_holds() -> None:
+    with Ranked(Scripted(step_s=0), lambda step: time.sleep(0.002)).engine() as engine:
+        assert len(list(engine.stream([A], params(400)))) == 400
+
+
 @pytest.mark.parametrize("idle", [True, False], ids=["idle", "busy"])
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("rank", [0, 1])

@@ -47,7 +47,7 @@ class Leader:
             board.order(Command.READ_ON if answer else Command.GIVE_UP)
             return answer
 
-        commits = self._model.stream(prompt_ids, params, all_go_on)
+        commits, lost = self._model.stream(prompt_ids, params, all_go_on), False
         try:
             while True:
                 board.order(Command.NEXT)
@@ -57,23 +57,27 @@ class Leader:
                     # of the request, and the others have met it too: this is compared at the end
                     self._post(digest_of_error(error))
                     raise
+                self._compare()
                 self._post(digest(commit) if commit is not None else NO_COMMIT)
-                self._compare(self._step - 1)
                 if commit is None:
                     return
                 yield commit
                 if commit.finish_reason is not None:
                     return
-        except (DSparkError, GeneratorExit):
+        except (DSparkError, GeneratorExit) as error:
+            lost = isinstance(error, EngineLost)
             raise
         except Exception as error:
+            lost = True
             raise EngineLost(f"rank 0 failed: {type(error).__name__}: {error}") from error
         finally:
-            last = board.order(Command.END)
-            # steps may be queued on the device, of every rank the same number
-            commits.close()  # type: ignore[attr-defined]
-            board.wait_for(last)
-            self._compare(self._step)
+            # one that is lost may never come to the end
+            if not lost:
+                last = board.order(Command.END)
+                # steps may be queued on the device, of every rank the same number
+                commits.close()  # type: ignore[attr-defined]
+                board.wait_for(last)
+                self._compare()
 
     def forget(self) -> None:
         """Drop what all ranks keep of earlier prompts."""
@@ -87,9 +91,12 @@ class Leader:
         self._step += 1
         self._board.post(0, self._step, found)
 
-    def _compare(self, upto: int) -> None:
-        """Behind every step, those of the ranks that are there; at the end there are all."""
-        while self._compared < upto:
+    def _compare(self) -> None:
+        """The steps that all ranks have come to, which at the end of a request are all.
+
+        Before every step, or the board would hold too few of them.
+        """
+        while self._compared < self._step:
             step = self._compared + 1
             mine = self._board.posted(0, step)
             others = [self._board.posted(rank, step) for rank in range(1, self._board.ranks)]
