@@ -217,18 +217,22 @@ def test_a_checkpoint_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "again" / "config.json").is_file()
     code, _, err = dspark(capsys, *words)
     assert code == 2
-    assert "already holds chat_template.jinja" in err
+    assert "already holds config.json" in err
 
 
 def test_an_interrupted_checkpoint_is_made_anew(tmp_path: Path) -> None:
     config = LingConfig.from_dict(TINY_LING["tiny"])
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     make_checkpoint(config, whole)
+    made = {one.name: one.read_bytes() for one in whole.iterdir()}
     broken.mkdir()
-    (broken / "model.safetensors").write_bytes(b"half")
+    # all but the last file, and shards that were cut otherwise
+    cut = ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    for name in (*made, *cut, ".model.safetensors.7.tmp", ".config.json.7.tmp"):
+        (broken / name).write_bytes(b"half")
+    (broken / "config.json").unlink()
     make_checkpoint(config, broken)
-    one, other = (d / "model.safetensors" for d in (whole, broken))
-    assert one.read_bytes() == other.read_bytes()
+    assert {one.name: one.read_bytes() for one in broken.iterdir()} == made
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
