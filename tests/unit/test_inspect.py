@@ -162,7 +162,9 @@ def test_what_is_no_model_is_said_shortly(
             ["inspect", str(FLASH), "--verify-tokens", "9", "--routing", "overlap:2"],
             "overlap:SHARE (0..1) or experts:N (N >= 1), got 'overlap:2'",
         ),
+        (["inspect", "ling-4"], "'ling-4' is neither a config.json nor a shipped one (ling-3.0-"),
         (["inspect", str(FLASH), "--verify-tokens", "0"], "verify-tokens"),
+        (["inspect", str(FLASH), "--verify-tokens", "17"], "verify-tokens"),
         (["inspect", str(FLASH), "--routing", "uniform"], "give --verify-tokens too"),
         (["inspect", str(FLASH), "--context", "0"], "context 0 says what a verify step reads"),
         (
@@ -201,6 +203,15 @@ def test_wrong_use_is_one_sentence_and_code_2(
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_shipped_target_is_known_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = dspark(capsys, "inspect", "ling-3.0-flash", "--verify-tokens", "16", "--json")
+    assert code == 0
+    assert json.loads(out.splitlines()[-1]) == inspect(FLASH, verify_tokens=[16])
 
 
 def test_a_checkpoint_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from dspark.bench.roofline import roofline
-from dspark.bench.step import accept_schedule
+from dspark.bench.step_options import accept_schedule
 from dspark.bench.targets import dense_target, read_target
 from dspark.cli import app
 from dspark.errors import ConfigError, TargetError
