@@ -183,7 +183,7 @@ def test_export_hands_on_every_option(
 def test_export_encodes_the_prompts_to_calibrate_with(
     stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found: dict[str, Any] = {"rounds": 300, "num_prompts": 3}
+    found: dict[str, Any] = {"rounds": 300, "num_prompts": 3, "gains": True}
     found |= {when: {"survival": {"ece": ece}} for when, ece in (("before", 0.05), ("after", 0.02))}
     export = stub("export.hf.export_draft", {"calibration": found})
     read = stub("bench.prompt_sets.read_sets", {"a": ["x", "y"], "b": ["z"]})
@@ -195,6 +195,14 @@ def test_export_encodes_the_prompts_to_calibrate_with(
     asked = export.options["calibration"]
     assert (asked.prompt_ids, asked.name, asked.temperature) == ([[1], [2], [3]], "a, b", 0.5)
     assert "300 rounds of 3 prompts: error of survival 5.0% before, 2.0%" in capsys.readouterr().out
+    found["gains"] = False
+    assert run(monkeypatch, "export", "run", "out", *words) == 0
+    assert "2.0% after; not written, for they do not gain" in capsys.readouterr().out
+    for option, value in (("--calibrate-limit", "2"), ("--calibrate-temperature", "0.0")):
+        export.args = ()
+        assert run(monkeypatch, "export", "run", "out", option, value) == 2
+        assert f"error: {option} {value} is for --calibrate" in capsys.readouterr().err
+        assert export.args == ()
 
 
 def test_every_format_can_be_asked_for() -> None:
