@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dspark.cli.common import Dtype, Json, finish, override, read_config
+from dspark.cli.common import Json, finish, override, read_config
 
 __all__ = ["Format", "register"]
 
@@ -31,7 +31,9 @@ def _export(
     run: Annotated[Path, typer.Argument(help="Run directory or checkpoint-<step>.")],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     target: Annotated[str, typer.Option(help="The target it was trained for.")] = "smollm2-135m",
-    dtype: Dtype = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, bfloat16 or float32; none: as it was trained for.")
+    ] = None,
     weights: Annotated[
         Literal["best", "raw", "ema"],
         typer.Option(
@@ -71,6 +73,7 @@ def _export(
     from dspark.export.calibrate import Calibration
     from dspark.export.card import CardFacts
     from dspark.export.hf import export_draft
+    from dspark.export.source import target_dtype
     from dspark.target import load, load_tokenizer
 
     given = {"--calibrate-limit": calibrate_limit, "--calibrate-temperature": calibrate_temperature}
@@ -79,6 +82,7 @@ def _export(
             raise ConfigError(f"{option} {value} is for --calibrate; give that too")
     prompts = {} if calibrate is None else read_sets([calibrate])
 
+    dtype = target_dtype(run) if dtype is None else dtype
     config = read_config(
         None, None, override("target.path", target), override("target.dtype", dtype)
     )
@@ -111,8 +115,9 @@ def _export(
     if found := record.get("calibration"):
         before, after = (100 * found[when]["survival"]["ece"] for when in ("before", "after"))
         print(
-            f"confidence temperatures fitted on {found['rounds']} rounds of {found['num_prompts']} prompts: "
-            f"error of survival {before:.1f}% before, {after:.1f}% after"
+            f"confidence temperatures fitted on {found['rounds']} rounds of "
+            f"{found['num_prompts']} prompts: error of survival {before:.1f}% before, "
+            f"{after:.1f}% after"
             + ("" if found["gains"] else "; not written, for they do not gain")
         )
     finish(record, as_json)

@@ -150,10 +150,12 @@ def test_export_hands_on_every_option(
     stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export = stub("export.hf.export_draft", {})
+    trained = stub("export.source.target_dtype", "bfloat16")
     load = stub("target.load", "TARGET")
     words = ("export", "run", "out", "--format", "vllm", "--slim", "--no-check",
              "--weights", "ema", "--overwrite", "--licence", "apache-2.0")  # fmt: skip
     assert run(monkeypatch, *words) == 0
+    assert (trained.args, load.args[0].dtype) == ((Path("run"),), "bfloat16")
     assert [str(path) for path in export.args[:2]] == ["run", "out"]
     facts = export.options.pop("facts")
     assert facts.licence == "apache-2.0"
@@ -186,6 +188,7 @@ def test_export_encodes_the_prompts_to_calibrate_with(
     found: dict[str, Any] = {"rounds": 300, "num_prompts": 3, "gains": True}
     found |= {when: {"survival": {"ece": ece}} for when, ece in (("before", 0.05), ("after", 0.02))}
     export = stub("export.hf.export_draft", {"calibration": found})
+    stub("export.source.target_dtype", "auto")
     read = stub("bench.prompt_sets.read_sets", {"a": ["x", "y"], "b": ["z"]})
     encode = stub("bench.evaluate.encode_sets", ({"a": [[1], [2]], "b": [[3]]}, None))
     words = ("--calibrate", "some/*.jsonl", "--calibrate-limit", "2")
