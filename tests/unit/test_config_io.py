@@ -1,5 +1,6 @@
 """Settings: every mistake is one sentence with the path, the value and what would be right."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,36 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, words: list[str]) -> 
         load(path, ["train.seed=1"])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "told"),
+    [
+        ("train: {seed: 1}", "train.lr=-2", "command line: train.lr: .* got -2$"),
+        ("train: {lr: -1}", "train.lr=-2", "command line: train.lr: .* got -2$"),
+        ("train: {lr: -1}", "train.seed=2", "FILE: train.lr: .* got -1$"),
+        ("train: {lr: 1e-4}", "train.stesp=2", "command line: unknown key 'train.stesp'"),
+        ("loss: {accept_length_form: chain}", "loss.accept_length_temperature=0.5", "command line"),
+        (
+            "loss: {accept_length_form: chain, accept_length_temperature: 0.5}",
+            "loss.chunk_blocks=3",
+            "FILE: loss: accept_length_temperature is 0.5",
+        ),
+        (
+            "train: {stesp: 5}",
+            "train.lr=-2",
+            "FILE: unknown key 'train.stesp'.*\ncommand line: train.lr|command line: train.lr.*\nF",
+        ),
+    ],
+)
+def test_each_fault_is_blamed_on_where_it_stands(
+    tmp_path: Path, text: str, override: str, told: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path, [override])
+    assert re.match(told, str(caught.value).replace(str(path), "FILE"))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
