@@ -201,14 +201,19 @@ class HFTarget(Target):
 
 
 def _apart(documents: Tensor) -> dict[str, Tensor]:
-    """Mask [B, 1, S, S] and positions [B, S]: documents of a row do not see each other."""
+    """Mask [B, 1, S, S] and positions [B, S]: documents of a row do not see each other.
+
+    Our attention also gets the mask by a name of its own, for what is NaN under it.
+    """
     places = torch.arange(documents.shape[1], device=documents.device)
     same = documents[:, :, None] == documents[:, None, :]
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     first = torch.where(begins, places, 0).cummax(1).values
+    seen = same & (places[:, None] >= places)
     return {
-        "attention_mask": (same & (places[:, None] >= places))[:, None],
+        "attention_mask": seen[:, None],
+        "apart": seen,
         "position_ids": places - first,
     }
 
