@@ -22,7 +22,7 @@ from dspark.target import Target
 
 __all__ = ["DEFINITIONS", "Condition", "Evaluation", "check_thinking", "conditions", "run"]
 
-DEFINITIONS = "dspark.eval/1"
+DEFINITIONS = "dspark.eval/2"
 """Of what the figures mean (`bench.evaluate`, `acceptance`): it goes up when one changes."""
 
 _OF_A_RUN = ("time", "command")

@@ -14,6 +14,7 @@ from dspark.decoding import (
     DecodeParams,
     Outcomes,
     SamplingParams,
+    Verification,
     decode,
     fit_temperatures,
     measures,
@@ -123,14 +124,22 @@ def test_a_round_tells_of_slots_up_to_the_outputs_end(
 # --- decoding --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.8, seed=2)])
-def test_a_replay_shows_what_the_real_rounds_kept(target: Target, sampling: SamplingParams) -> None:
-    params = DecodeParams(30, sampling, ignore_eos=True)
+@pytest.mark.parametrize(
+    ("temperature", "rule"),
+    [(0.0, "coupled"), (0.0, "block"), (3.0, "coupled"), (3.0, "rejection"), (3.0, "block")],
+)
+def test_a_replay_shows_what_the_real_rounds_kept(
+    target: Target, temperature: float, rule: Verification
+) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=2)
+    params = DecodeParams(60, sampling, ignore_eos=True, verification=rule)
     draft = confident(target)
     done = decode(target, draft, PROMPT, params)
     rounds: list[Outcomes] = []
     replay(target, draft, PROMPT, done.token_ids, params, outcomes=rounds)
     whole = Outcomes.together(rounds)
+    # so hot that whole blocks are kept
+    assert sampling.greedy or 1 < whole.kept[:, -1].sum() < len(whole.kept)
     assert whole.kept.sum(0).tolist() == done.stats.kept_at
     assert whole.reached.sum(0).tolist() == done.stats.reached_at
     assert draft.confidence_head is not None

@@ -107,7 +107,7 @@ def test_eval_hands_on_every_option(
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (said["target"], said["draft"], said["a"]) == ("TARGET", "d", 1)
     assert said["draft_sha256"] == "DIGEST"
-    assert (said["environment"], said["definitions"]) == ({"cores": 2}, "dspark.eval/1")
+    assert (said["environment"], said["definitions"]) == ({"cores": 2}, "dspark.eval/2")
 
     # several drafts of one run, the target's own block among them
     compared = stub("bench.evaluate_report.print_comparison")
