@@ -108,7 +108,8 @@ def _eval(
         check_plots()
     sets = read_sets(settings.eval.prompts)
     depths = {name: nextn_proposals(name) for name in draft}
-    if len(depths) < len(draft):
+    places = {name if depth else Path(name).resolve() for name, depth in depths.items()}
+    if len(places) < len(draft):
         raise ConfigError(f"--draft was given twice for one draft: {', '.join(draft)}")
     if base is not None and base not in draft:
         raise ConfigError(f"--base '{base}' is none of the drafts: {', '.join(draft)}")

@@ -124,6 +124,8 @@ def test_eval_hands_on_every_option(
     assert said["paired"] == {"p": 1}
     assert run(monkeypatch, *both, "--draft", "d") == 2
     assert "given twice for one draft: nextn:3, d, d" in capsys.readouterr().err
+    assert run(monkeypatch, *both, "--draft", "./d/") == 2
+    assert "given twice for one draft: nextn:3, d, ./d/" in capsys.readouterr().err
     assert run(monkeypatch, *both, "--base", "e") == 2
     assert "--base 'e' is none of the drafts: nextn:3, d" in capsys.readouterr().err
 
