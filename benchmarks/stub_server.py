@@ -33,7 +33,7 @@ def stub(
     """A decode that takes ``step_s`` a step."""
     ids = [random.Random(0).randrange(300, vocabulary) for _ in range(4096)]
 
-    def play(_prompt: Any, params: DecodeParams) -> Iterator[Commit]:
+    def play(_prompt: Any, params: DecodeParams, _go_on: Any = None) -> Iterator[Commit]:
         limit = params.max_new_tokens
         due = time.perf_counter() + PREFILL_STEPS * step_s
         _until(due)

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ from dspark.errors import ConfigError
 from dspark.target import Target
 
 __all__ = ["DEFINITIONS", "Condition", "Evaluation", "check_thinking", "conditions", "run"]
+
+log = logging.getLogger(__name__)
 
 DEFINITIONS = "dspark.eval/2"
 """Of what the figures mean (`bench.evaluate`, `acceptance`): it goes up when one changes."""
@@ -129,6 +132,14 @@ def run(
     Raises:
         ConfigError: ``out`` is another evaluation's.
     """
+    if confidence_threshold:
+        for name, draft in drafts.items():
+            if isinstance(draft, NextNDraft) or draft.confidence_head is None:
+                log.warning(
+                    "%s has no confidence head: --confidence-threshold %g cuts none of its blocks",
+                    name,
+                    confidence_threshold,
+                )
     facts = environment()
     opened: Any = nullcontext()
     if out is not None:

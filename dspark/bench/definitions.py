@@ -23,6 +23,10 @@ DEFINITIONS = {
     "length. p50 and p99: over steps.",
     "ceiling": "(proposals of a step + 1) / mean step. A run whose output throughput lies above it "
     "has a wrong clock or counter, and ends with exit code 1.",
+    "prompt tokens": "Of all prompts, by the server's count.",
+    "reused prompt tokens": "Of these, tokens that the server did not read again, since an earlier "
+    "prompt of the run began with them: TTFT is shorter by their time. 0 with "
+    "`dspark serve --prefix-cache-bytes 0`.",
     "mean TTFT": "f - s: HTTP, queue, prefill, and the first step where a server sends nothing "
     "before.",
     "mean ITL": "Gap between two chunks, split evenly over the tokens of the later one; over all "

@@ -126,6 +126,8 @@ async def _read(response: httpx.Response, timing: RequestTiming) -> None:
         if usage:
             timing.num_prompt_tokens = usage["prompt_tokens"]
             timing.num_output_tokens = usage["completion_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            timing.num_cached_tokens = details.get("cached_tokens", timing.num_cached_tokens)
         if not chunk["choices"]:
             continue
         choice = chunk["choices"][0]

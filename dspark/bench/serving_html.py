@@ -6,7 +6,7 @@ from typing import Any
 from dspark import html_page
 from dspark.bench.definitions import DEFINITIONS, SYMBOLS
 from dspark.bench.serving_compare import Comparison
-from dspark.bench.serving_report import ServingReport, percentile
+from dspark.bench.serving_report import ServingReport, percentile, shown
 
 __all__ = ["page"]
 
@@ -43,7 +43,7 @@ def _side(report: ServingReport) -> list[str]:
     if problem:
         parts.append(f'<p class="bad"><strong>{html_page.text(problem)}</strong></p>')
     rows = [
-        (name, f"{value:.2f} {unit}".strip(), DEFINITIONS.get(name, ""))
+        (name, shown(value, unit), DEFINITIONS.get(name, ""))
         for name, value, unit in report.rows()
         if value is not None
     ]

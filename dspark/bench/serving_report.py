@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dspark.errors import RunError
 
-__all__ = ["RequestTiming", "ServingReport", "above_ceiling", "percentile", "summarise"]
+__all__ = ["RequestTiming", "ServingReport", "above_ceiling", "percentile", "shown", "summarise"]
 
 _PHASE = 1.05
 """One-second buckets cut the stream at arbitrary points, which is worth about 5%."""
@@ -30,6 +30,8 @@ class RequestTiming:
     """Each chunk with text: when it came, and the tokens so far where the server tells."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int | None = None
+    """Of the prompt, those that the server did not read again; None: it does not tell."""
     error: str | None = None
     text: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class RequestTiming:
             "tpot_ms": None if tpot_s is None else 1000 * tpot_s,
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
+            "cached_tokens": self.num_cached_tokens,
             "accept_length": self.figures.get("accept_length"),
             "rounds": self.figures.get("rounds"),
         }
@@ -116,6 +119,8 @@ class ServingReport:
     """By slot, given the slots before it."""
     survival: list[float] | None = None
     """By slot, it and all slots before."""
+    cached_tokens: int | None = None
+    """Of the prompts, tokens that were not read again; None where the server does not tell."""
     above_ceiling: str | None = None
     """The figure that lies above the ceiling, and by how much."""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -149,6 +154,8 @@ class ServingReport:
             ("p50 step", step.get("p50"), "ms"),
             ("p99 step", step.get("p99"), "ms"),
             ("ceiling", self.ceiling, "tok/s"),
+            ("prompt tokens", self.prompt_tokens, "tokens"),
+            ("reused prompt tokens", self.cached_tokens, "tokens"),
             ("mean TTFT", self.mean_ttft_ms, "ms"),
             ("median TTFT", self.median_ttft_ms, "ms"),
             ("mean ITL", self.mean_itl_ms, "ms"),
@@ -164,7 +171,7 @@ class ServingReport:
         table.add_column("figure")
         table.add_column("value", justify="right")
         for name, value, unit in self.rows():
-            table.add_row(name, "-" if value is None else f"{value:.2f} {unit}".strip())
+            table.add_row(name, shown(value, unit))
         for emitted, count in enumerate(self.accept_histogram or []):
             if emitted:
                 share = count / max(1, sum(self.accept_histogram or []))
@@ -172,6 +179,13 @@ class ServingReport:
         if self.failed:
             table.add_row("failed requests", str(self.failed))
         return table
+
+
+def shown(value: float | None, unit: str) -> str:
+    """A figure of the table; tokens are whole."""
+    if value is None:
+        return "-"
+    return (f"{value:,.0f} {unit}" if unit == "tokens" else f"{value:.2f} {unit}").strip()
 
 
 def summarise(
@@ -194,6 +208,7 @@ def summarise(
     itls = [1000 * gap for one in done for gap in _gaps(one)]
     outputs = sum(one.num_output_tokens for one in done)
     prompts = sum(one.num_prompt_tokens for one in done)
+    cached = [one.num_cached_tokens for one in done if one.num_cached_tokens is not None]
     states = (info or {}).get("internal_states") or [{}]
     step_ms = states[0].get("step_ms")
     num_draft_tokens = (info or {}).get("num_draft_tokens")
@@ -229,6 +244,7 @@ def summarise(
         ceiling=ceiling,
         accept_rate=states[0].get("accept_rate") if num_draft_tokens else None,
         survival=states[0].get("survival") if num_draft_tokens else None,
+        cached_tokens=sum(cached) if cached else None,
         requests=[one.record(origin) for one in timings],
         server={
             key: info[key] for key in ("version", "device", "dtype", "model_path") if key in info

@@ -108,9 +108,13 @@ def _eval(
         check_plots()
     sets = read_sets(settings.eval.prompts)
     depths = {name: nextn_proposals(name) for name in draft}
-    places = {name if depth else Path(name).resolve() for name, depth in depths.items()}
-    if len(places) < len(draft):
-        raise ConfigError(f"--draft was given twice for one draft: {', '.join(draft)}")
+    known: dict[str | Path, str] = {}
+    for name in draft:
+        where = name if depths[name] else Path(name).resolve()
+        if where in known:
+            also = "" if known[where] == name else f", the first time as '{known[where]}'"
+            raise ConfigError(f"--draft '{name}' was given twice{also}; give each draft once")
+        known[where] = name
     if base is not None and base not in draft:
         raise ConfigError(f"--base '{base}' is none of the drafts: {', '.join(draft)}")
     tokenizer = load_tokenizer(settings.target)
@@ -158,12 +162,11 @@ def _eval(
         )
     if not as_json:
         return
-    known = {
-        name: {} if nextn_proposals(name) else {"draft_sha256": weights_sha256(Path(name))}
-        for name in draft
+    digests = {
+        name: {} if depths[name] else {"draft_sha256": weights_sha256(Path(name))} for name in draft
     }
     found = [
-        {**one, "drafts": {name: {**known[name], **of} for name, of in one["drafts"].items()}}
+        {**one, "drafts": {name: {**digests[name], **of} for name, of in one["drafts"].items()}}
         for one in found
     ]
     shown: dict[str, Any] = {"conditions": found}

@@ -93,7 +93,7 @@ def _serve(
         load_timeout_s=load_timeout_s,
     )
     tokenizer = load_tokenizer(config.target)
-    if draft and nextn_proposals(draft) is None:
+    if draft is not None and nextn_proposals(draft) is None:
         warn_of_another(draft, tokenizer)
     serve(
         partial(load_model, config.target, draft, end_ids(tokenizer), settings),

@@ -16,7 +16,7 @@ from dspark.decoding.prefix import PrefixCache
 from dspark.decoding.reference_step import Draft, ReferenceStep, Verification, proposal_limit
 from dspark.decoding.sampling import SamplingParams
 from dspark.errors import ConfigError
-from dspark.target import Target
+from dspark.target import GoOn, ReadingStopped, Target
 
 __all__ = ["Commit", "Completion", "DecodeParams", "check_request", "decode", "stop_ids", "stream"]
 
@@ -124,11 +124,13 @@ def stream(
     prompt_ids: Sequence[int],
     params: DecodeParams,
     prefixes: PrefixCache | None = None,
+    go_on: GoOn | None = None,
 ) -> Iterator[Commit]:
     """Yield what each round makes final; the first commit is the prefill's token.
 
     With the same seed the tokens do not depend on the draft, nor on ``prefixes``: prompts that
-    these two have read before. The context limit ends the output with ``length``.
+    these two have read before. The context limit ends the output with ``length``. Where
+    ``go_on``, asked between the pieces of the prompt, says no, there is no commit.
 
     Raises:
         ConfigError: the prompt leaves no room for a token, or the draft settings are out of range.
@@ -148,7 +150,10 @@ def stream(
         prefixes=prefixes,
     )
     begun = time.perf_counter()
-    tokens = [step.prefill(torch.tensor(prompt_ids, dtype=torch.int64))]
+    try:
+        tokens = [step.prefill(torch.tensor(prompt_ids, dtype=torch.int64), go_on)]
+    except ReadingStopped:
+        return
     proposed: int | None = None
     accepted = 0
     while True:

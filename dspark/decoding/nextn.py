@@ -41,12 +41,16 @@ def nextn_proposals(name: str) -> int | None:
     """N of a draft that is named `nextn:N`; None of any other.
 
     Raises:
-        ConfigError: N is no number, or more than a step verifies.
+        ConfigError: N is no number, or more than a step verifies; or there is no name.
     """
+    if not name:
+        raise ConfigError(
+            "--draft is an empty text: give the directory of an exported draft, or nextn:N"
+        )
     kind, _, count = name.partition(":")
     if kind != "nextn":
         return None
-    if not (count.isdecimal() and 1 <= int(count) <= MAX_PROPOSALS):
+    if count not in map(str, range(1, MAX_PROPOSALS + 1)):
         raise ConfigError(
             f"a NEXTN draft is named nextn:N with N in 1..{MAX_PROPOSALS}, got '{name}'"
         )

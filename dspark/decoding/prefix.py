@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dspark.target import Target
+from dspark.target import GoOn, Target
 
 __all__ = ["PrefixCache", "PromptContext", "read_prompt"]
 
@@ -115,8 +115,13 @@ def read_prompt(
     prompt_ids: Tensor,  # [S] int64
     context: PromptContext | None,
     prefixes: PrefixCache | None,
+    go_on: GoOn | None = None,
 ) -> tuple[Tensor, int]:  # [1, V] logits behind the prompt; tokens that were not read again
-    """Fill an empty cache, and the draft's context, with a prompt."""
+    """Fill an empty cache, and the draft's context, with a prompt.
+
+    Raises:
+        ReadingStopped: as `Target.read` does.
+    """
     size, token_ids, path = target.prefill_rows, prompt_ids.tolist(), list[_Prefix]()
     if prefixes is not None:
         path = prefixes.find(token_ids, size, drafted=context is not None)
@@ -125,7 +130,7 @@ def read_prompt(
         if context is not None:
             context.restore(prefix.parts[1], size)
     reused = cache.length
-    for piece, taps in target.read(cache, prompt_ids[reused:]):
+    for piece, taps in target.read(cache, prompt_ids[reused:], go_on):
         hidden = piece
         if context is not None:
             context.extend(taps)

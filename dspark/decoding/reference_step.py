@@ -23,7 +23,7 @@ from dspark.decoding.proposer import BlockProposer, Proposer, draft_limit
 from dspark.decoding.rejection import draw, judge
 from dspark.decoding.sampling import SamplingParams, filter_logits, pick
 from dspark.draft import DSparkDraftModel
-from dspark.target import Rows, Target
+from dspark.target import GoOn, Rows, Target
 
 __all__ = ["Draft", "ReferenceStep", "StepResult", "Verification", "proposal_limit"]
 
@@ -106,17 +106,21 @@ class ReferenceStep:
         """Absolute position of the anchor."""
         return int(self._cache.length)
 
-    def prefill(self, prompt_ids: Tensor) -> int:
-        """Consume the prompt [S]; the first token of the output, which is the first anchor."""
+    def prefill(self, prompt_ids: Tensor, go_on: GoOn | None = None) -> int:
+        """Consume the prompt [S]; the first token of the output, which is the first anchor.
+
+        Raises:
+            ReadingStopped: as `Target.read` does.
+        """
         hidden: Tensor | None = None
         if self._of_hidden:
-            rows = self.target.prefill(self._cache, prompt_ids, keep_hidden=True)
+            rows = self.target.prefill(self._cache, prompt_ids, keep_hidden=True, go_on=go_on)
             logits, hidden = rows.logits, self._features(rows)
         else:
             # any other proposer is one of blocks
             context = cast(PromptContext | None, self._proposer)
             logits, self.num_reused = read_prompt(
-                self.target, self._cache, prompt_ids, context, self._prefixes
+                self.target, self._cache, prompt_ids, context, self._prefixes, go_on
             )
         where = torch.tensor([self._cache.length], device=self.target.device)
         self._anchor = pick(logits, self.params, where)[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dspark.kernels.launch import ROWS, begin, dot, flags
 
-__all__ = ["gemm16", "gemm16_reference"]
+__all__ = ["ask", "asking", "gemm16", "gemm16_reference"]
 
 
 def gemm16_reference(
@@ -24,6 +24,29 @@ def gemm16_reference(
     """Partial products over ``splits`` equal parts of K; their sum is ``x @ weight.T``."""
     parts = zip(x.float().chunk(splits, 1), weight.float().chunk(splits, 1), strict=True)
     return torch.stack([left @ right.T for left, right in parts])
+
+
+@triton.jit
+def ask(
+    weight, N,
+    K: tl.constexpr, LENGTH: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Send the first ``LENGTH`` numbers of a program's weight rows to the L2 cache, and go on.
+
+    Weights are constants: they can be on their way before the rows are there.
+    """
+    piece = tl.arange(0, BN * PIECES)
+    row = tl.minimum(tl.program_id(0) * BN + piece // PIECES, N - 1).to(tl.int64)
+    at = row * K + piece % PIECES * (LENGTH // PIECES)
+    tl.inline_asm_elementwise(
+        PREFETCH, "=r,l", [weight + at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+def asking(part: int) -> str:
+    """What `ask` runs for ``part`` bytes, a multiple of 16."""
+    return f"cp.async.bulk.prefetch.L2.global [$1], {part}; mov.u32 $0, 0;"
 
 
 @triton.jit
@@ -39,20 +62,24 @@ def _gemm16_kernel(
     w = weight + n[None, :].to(tl.int64) * K + k[:, None]
     live = n[None, :] < N
     if PIECES > 0:
-        # weights are constants: on their way to the L2 cache before the rows are there
-        piece = tl.arange(0, BN * PIECES)
-        row = tl.minimum(tl.program_id(0) * BN + piece // PIECES, N - 1).to(tl.int64)
-        at = row * K + tl.program_id(1) * K_SPLIT + piece % PIECES * (K_SPLIT // PIECES)
-        tl.inline_asm_elementwise(
-            PREFETCH, "=r,l", [weight + at], dtype=tl.int32, is_pure=False, pack=1
-        )
-    first = tl.load(w, mask=live, other=0.0, eviction_policy="evict_first")
+        ask(weight + tl.program_id(1) * K_SPLIT, N, K, K_SPLIT, BN, PIECES, PREFETCH)
+    EVEN: tl.constexpr = K_SPLIT % BK == 0
+    # zeros behind the end of a split change no sum
+    inside = tl.arange(0, BK) < K_SPLIT
+    within = live if EVEN else live & inside[:, None]
+    first = tl.load(w, mask=within, other=0.0, eviction_policy="evict_first")
     begin(PDL)
     a = x + rows[:, None] * x_row + k[None, :]
-    total = dot(tl.load(a), first, tl.zeros([ROWS, BN], tl.float32), WIDE)
+    left = tl.load(a) if EVEN else tl.load(a, mask=inside[None, :], other=0.0)
+    total = dot(left, first, tl.zeros([ROWS, BN], tl.float32), WIDE)
     for step in range(BK, K_SPLIT, BK):
-        left = tl.load(a + step)
-        right = tl.load(w + step, mask=live, other=0.0, eviction_policy="evict_first")
+        if EVEN:
+            left = tl.load(a + step)
+        else:
+            inside = step + tl.arange(0, BK) < K_SPLIT
+            within = live & inside[:, None]
+            left = tl.load(a + step, mask=inside[None, :], other=0.0)
+        right = tl.load(w + step, mask=within, other=0.0, eviction_policy="evict_first")
         total = dot(left, right, total, WIDE)
     place = out + (tl.program_id(1) * ROWS + rows[:, None]) * N + n[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=live)
@@ -78,7 +105,7 @@ def gemm16(
     Nothing is allocated and nothing waited for.
 
     Raises:
-        ValueError: a shape or stride does not fit, or S x ``block_k`` does not divide K.
+        ValueError: a shape or stride does not fit, or S does not divide K.
     """
     (rows, k), n, splits = x.shape, weight.shape[0], out.shape[0]
     if rows != ROWS or weight.shape[1] != k or out.shape[1:] != (ROWS, n) or x.stride(1) != 1:
@@ -89,14 +116,14 @@ def gemm16(
     overlap = flags(x, pdl)
     pieces = 0 if overlap["WIDE"] else prefetch
     part = k // splits * x.element_size() // max(pieces, 1)
-    if k % (splits * block_k) or part % 16 or not weight.is_contiguous() or not out.is_contiguous():
+    if k % splits or part % 16 or not weight.is_contiguous() or not out.is_contiguous():
         raise ValueError(
-            f"gemm16 wants contiguous weight and out, and K a multiple of {splits} splits x "
-            f"block_k {block_k}, in pieces of 16 bytes, got K = {k}"
+            f"gemm16 wants contiguous weight and out, and K a multiple of {splits} splits in "
+            f"pieces of 16 bytes, got K = {k}"
         )
     _gemm16_kernel[(triton.cdiv(n, block_n), splits)](
         x, weight, out, n, x.stride(0),
         K=k, K_SPLIT=k // splits, BN=block_n, BK=block_k, PIECES=pieces,
-        PREFETCH=f"cp.async.bulk.prefetch.L2.global [$1], {part}; mov.u32 $0, 0;",
+        PREFETCH=asking(part),
         ROWS=ROWS, num_warps=warps, num_stages=stages, **overlap,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dspark.kernels.gemm16 import ask, asking
 from dspark.kernels.launch import ROWS, begin, dot, flags
 
 __all__ = ["gate_up16", "gated_gemm16", "gated_reference", "swiglu16"]
@@ -80,27 +81,34 @@ def _swiglu_kernel(
 def _gate_up_kernel(
     x, weight, out,
     D: tl.constexpr, INNER: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PIECES: tl.constexpr, PREFETCH: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    if PIECES > 0:
+        ask(weight, INNER, D, D, BN, PIECES, PREFETCH)
+        ask(weight + INNER * D, INNER, D, D, BN, PIECES, PREFETCH)
     rows = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     live = n[None, :] < INNER
     w = weight + n[None, :].to(tl.int64) * D + k[:, None]
     w_up = w + INNER * D
+    within = live & (k < D)[:, None]
     # weights are constants: on their way before the rows are there
-    first = tl.load(w, mask=live, other=0.0, eviction_policy="evict_first")
-    second = tl.load(w_up, mask=live, other=0.0, eviction_policy="evict_first")
+    first = tl.load(w, mask=within, other=0.0, eviction_policy="evict_first")
+    second = tl.load(w_up, mask=within, other=0.0, eviction_policy="evict_first")
     begin(PDL)
     a = x + rows * D + k[None, :]
-    left = tl.load(a)
+    left = tl.load(a, mask=(k < D)[None, :], other=0.0)
     gate = dot(left, first, tl.zeros([ROWS, BN], tl.float32), WIDE)
     up = dot(left, second, tl.zeros([ROWS, BN], tl.float32), WIDE)
     for step in range(BK, D, BK):
-        left = tl.load(a + step)
-        right = tl.load(w + step, mask=live, other=0.0, eviction_policy="evict_first")
+        # the last step may be short: zeros change no sum
+        within = live & (step + k < D)[:, None]
+        left = tl.load(a + step, mask=(step + k < D)[None, :], other=0.0)
+        right = tl.load(w + step, mask=within, other=0.0, eviction_policy="evict_first")
         gate = dot(left, right, gate, WIDE)
-        right = tl.load(w_up + step, mask=live, other=0.0, eviction_policy="evict_first")
+        right = tl.load(w_up + step, mask=within, other=0.0, eviction_policy="evict_first")
         up = dot(left, right, up, WIDE)
     # as the products of a library would be: rounded before the activation
     dtype = out.dtype.element_ty
@@ -118,27 +126,32 @@ def gate_up16(
     block_k: int = 128,
     warps: int = 4,
     stages: int = 4,
+    prefetch: int = 0,
     pdl: bool | None = None,
 ) -> None:
     """silu(x gate) x (x up): both products of an output in one program, so no sum is written.
 
-    Rounded as `swiglu16` does. Nothing is allocated or waited for.
+    Rounded as `swiglu16` does. ``prefetch``: as of `gemm16`. Nothing is allocated or waited for.
 
     Raises:
-        ValueError: a shape or a dtype does not fit, or ``block_k`` does not divide D.
+        ValueError: a shape or a dtype does not fit.
     """
     (rows, d), inner = x.shape, out.shape[1]
-    if rows != ROWS or weight.shape != (2 * inner, d) or len(out) != ROWS or d % block_k:
+    if rows != ROWS or weight.shape != (2 * inner, d) or len(out) != ROWS:
         raise ValueError(
-            f"gate_up16 wants x [{ROWS}, D], weight [2 I, D], out [{ROWS}, I] and D a multiple of "
-            f"block_k {block_k}, got {tuple(x.shape)}, {tuple(weight.shape)} and "
-            f"{tuple(out.shape)}"
+            f"gate_up16 wants x [{ROWS}, D], weight [2 I, D] and out [{ROWS}, I], got "
+            f"{tuple(x.shape)}, {tuple(weight.shape)} and {tuple(out.shape)}"
         )
     if not all(one.is_contiguous() and one.dtype == x.dtype for one in (x, weight, out)):
         raise ValueError("gate_up16 wants contiguous tensors of one dtype")
+    overlap = flags(x, pdl)
+    pieces = 0 if overlap["WIDE"] else prefetch
+    part = d * x.element_size() // max(pieces, 1)
+    if pieces and (part % 16 or d % pieces):
+        raise ValueError(f"gate_up16 wants D in pieces of 16 bytes, got {d} in {pieces}")
     _gate_up_kernel[(triton.cdiv(inner, block_n),)](
-        x, weight, out, D=d, INNER=inner, BN=block_n, BK=block_k, ROWS=ROWS, num_warps=warps,
-        num_stages=stages, **flags(x, pdl),
+        x, weight, out, D=d, INNER=inner, BN=block_n, BK=block_k, PIECES=pieces,
+        PREFETCH=asking(part), ROWS=ROWS, num_warps=warps, num_stages=stages, **overlap,
     )  # fmt: skip
 
 

@@ -96,7 +96,9 @@ def _serve(wire: Wire, model: Model) -> None:
 def _decode(wire: Wire, model: Model, asked: Decode) -> None:
     commits: Any = None
     try:
-        commits = model.stream(asked.prompt_ids, asked.params)
+        commits = model.stream(
+            asked.prompt_ids, asked.params, lambda: _taken(wire, wait=False) is not None
+        )
         untaken = 0
         for commit in commits:
             wire.send(Committed(commit))

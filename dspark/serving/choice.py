@@ -17,7 +17,13 @@ from dspark.decoding import Draft, NextNDraft, draft_limit, nextn_proposals
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.load import TargetShape, check_fit, read_config
-from dspark.serving.engine import Decoder, prefix_cache, proposals
+from dspark.serving.engine import (
+    NEXTN_HAS_NONE,
+    Decoder,
+    check_confidence,
+    prefix_cache,
+    proposals,
+)
 from dspark.serving.graph.weights import unsupported_draft, unsupported_shapes
 from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
 from dspark.serving.settings import ServeSettings
@@ -63,17 +69,19 @@ def foresee(target: TargetSettings, draft: str | None, settings: ServeSettings) 
 
     Raises:
         ConfigError: the graph engine was asked for and cannot run, the memory is too small, or
-            ``num_draft_tokens`` does not fit the draft.
+            ``num_draft_tokens`` or ``confidence_threshold`` does not fit the draft.
     """
+    nextn = None if draft is None else nextn_proposals(draft)
     if draft is None:
         proposals(None, settings)
+    if nextn is not None:
+        check_confidence(NEXTN_HAS_NONE, settings.confidence_threshold)
     if settings.engine == "reference":
         return settings
     ling, device, dtype = peek(target)
     # asked for only where it matters: it imports transformers
     config: Any = ling or (library_config(target) if device.type == "cuda" else None)
     reason, shape = obstacle(config, None, device, dtype), None
-    nextn = nextn_proposals(draft) if draft is not None else None
     if "+" in target.device:
         reason = _SPREAD
     if nextn is not None:

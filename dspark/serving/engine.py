@@ -38,9 +38,10 @@ from dspark.serving.request import (
     Output,
 )
 from dspark.serving.settings import ServeSettings
-from dspark.target import Target
+from dspark.target import GoOn, Target
 
 __all__ = [
+    "NEXTN_HAS_NONE",
     "Decoder",
     "Draining",
     "Engine",
@@ -49,12 +50,15 @@ __all__ = [
     "Model",
     "NameTaken",
     "QueueFull",
+    "check_confidence",
     "end_ids",
     "prefix_cache",
     "proposals",
 ]
 
 log = logging.getLogger(__name__)
+
+NEXTN_HAS_NONE = "a NEXTN block has no confidence head"
 
 
 class QueueFull(RunError):
@@ -87,7 +91,7 @@ class Decoder:
     """
 
     name: str
-    stream: Callable[[Sequence[int], DecodeParams], Iterator[Commit]]
+    stream: Callable[[Sequence[int], DecodeParams, GoOn], Iterator[Commit]]
     context: int | None = None
     most_stops: int | None = None
     logprobs: bool = False
@@ -100,7 +104,9 @@ class Model(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
-    def stream(self, prompt_ids: Sequence[int], params: DecodeParams, /) -> Iterator[Commit]:
+    def stream(
+        self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn, /
+    ) -> Iterator[Commit]:
         """As `decoding.stream`.
 
         Raises:
@@ -142,8 +148,10 @@ class LocalModel:
         settings = settings or ServeSettings()
         prefixes = prefix_cache(settings, draft)
 
-        def reference(prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
-            return stream(target, draft, prompt_ids, params, prefixes)
+        def reference(
+            prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn
+        ) -> Iterator[Commit]:
+            return stream(target, draft, prompt_ids, params, prefixes, go_on)
 
         decoder = decoder or Decoder(
             "reference", reference, settings.context, logprobs=True, prefixes=prefixes
@@ -221,7 +229,7 @@ class Engine:
                 raise EngineLost(self.lost)
             if self._draining:
                 raise Draining("the server is shutting down and takes no new requests")
-            if rid is not None and any(one.rid == rid for one in self._jobs()):
+            if rid is not None and any(rid in one.names for one in self._jobs()):
                 raise NameTaken(f"another request with the rid '{rid}' is running or waiting")
             waiting = sum(not one.cancelled for one in self._queue)
             if self._running is not None and waiting >= self.settings.max_queue:
@@ -274,18 +282,17 @@ class Engine:
         return self.trouble is None
 
     def abort(self, name: str | None) -> list[str]:
-        """End the request of that id or ``rid`` as it stands (None: all); the ids of those found.
+        """End the request of that id or ``rid`` as it stands (None: all).
 
+        Returns what those that were found are called; see `Job.names`.
         One that runs ends before its next step.
         """
         with self._wake:
-            found = [
-                job for job in self._jobs() if name is None or name in (job.request_id, job.rid)
-            ]
+            found = [job for job in self._jobs() if name is None or name in job.names]
             for job in found:
                 job.cancel()
             self._wake.notify_all()
-        return [job.request_id for job in found]
+        return [job.names[0] for job in found]
 
     def _jobs(self) -> list[Job]:
         """Those that are not over; the lock is held."""
@@ -417,13 +424,15 @@ class Engine:
         )
         step_s = self.settings.step_timeout_s
         self._patience_s = step_s * self.card.prefill_steps(len(job.prompt_ids))
-        commits = self._model.stream(job.prompt_ids, decode)
+        commits = self._model.stream(job.prompt_ids, decode, lambda: self._wanted(job))
         try:
             while out.finish_reason is None:
-                if job.cancelled or self._late(job):
+                # asked behind it as well: there is none where reading the prompt was given up
+                commit = next(commits, None) if self._wanted(job) else None
+                if commit is None and not self._wanted(job):
                     out.abort()
                     break
-                commit = next(commits)
+                assert commit is not None, "commits end with one that has a finish reason"
                 self.commits += 1
                 self._beat, self._patience_s = time.monotonic(), step_s
                 num_tokens, num_accepted = out.take(commit)
@@ -456,6 +465,9 @@ class Engine:
             num_cached_tokens=out.num_cached_tokens,
         )
         self._end(job, end)
+
+    def _wanted(self, job: Job) -> bool:
+        return not (job.cancelled or self._late(job))
 
     def _late(self, job: Job) -> bool:
         return time.monotonic() - job.arrived > self.settings.deadline_s
@@ -498,11 +510,26 @@ def proposals(draft: Draft | None, settings: ServeSettings) -> int:
     """Proposals a round at most; 0 without a draft.
 
     Raises:
-        ConfigError: ``num_draft_tokens`` does not fit the draft.
+        ConfigError: ``num_draft_tokens`` or ``confidence_threshold`` does not fit the draft.
     """
-    wanted = settings.num_draft_tokens
+    wanted, threshold = settings.num_draft_tokens, settings.confidence_threshold
     if draft is None:
         if wanted is not None:
             raise ConfigError(f"serve.num_draft_tokens is {wanted}, but there is no draft")
+        check_confidence("there is no draft", threshold)
         return 0
-    return proposal_limit(draft, wanted, settings.confidence_threshold)
+    if isinstance(draft, NextNDraft):
+        check_confidence(NEXTN_HAS_NONE, threshold)
+    elif threshold and draft.confidence_head is None:
+        check_confidence("the draft has no confidence head", threshold)
+    return proposal_limit(draft, wanted, threshold)
+
+
+def check_confidence(reason: str, threshold: float) -> None:
+    """Refuse a threshold that would cut nothing, for a ``reason``.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if threshold:
+        raise ConfigError(f"serve.confidence_threshold is {threshold}, but {reason}; leave it out")

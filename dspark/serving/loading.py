@@ -24,15 +24,17 @@ def load_model(
     Raises:
         DSparkError: one of these cannot be done.
     """
-    settings = foresee(target, draft, settings)
-    depth = nextn_proposals(draft) if draft else None
+    planned = foresee(target, draft, settings)
+    depth = None if draft is None else nextn_proposals(draft)
     loaded = load(target, nextn=depth is not None)
     drafted: Draft | None = None
-    if draft:
+    if draft is not None:
         drafted = load_draft(draft, target=loaded) if depth is None else nextn_draft(loaded, depth)
-    model = LocalModel(loaded, drafted, settings, choose(loaded, drafted, ends, settings))
+    # the plan's context is the graph engine's alone
+    decoder = choose(loaded, drafted, ends, planned)
+    model = LocalModel(loaded, drafted, settings, decoder)
     if loaded.device.type == "cuda":
         # kernels are compiled and libraries begun now, not in the time of the first request's steps
         params = DecodeParams(max_new_tokens=3, sampling=SamplingParams(), ignore_eos=True)
-        list(islice(model.stream([0], params), 3))
+        list(islice(model.stream([0], params, lambda: True), 3))
     return model

@@ -33,7 +33,9 @@ _WIDE, _NARROW = 4, 2
 """Bytes of a float32 and of a bfloat16."""
 _GUARD = 2 * ROWS
 _LANES = 66
-_MOST_SPLITS = 8
+_DRAFT_LANES = 32
+_NARROW_PRODUCT, _MOST_SPLITS = 4096, (12, 8)
+"""Parts of a product at most, with fewer outputs than that and with more."""
 _CANDIDATES = 128
 _PIECE = PREFILL_ROWS["cuda"]
 """Positions of a prompt that are read together."""
@@ -137,10 +139,11 @@ class MemoryPlan:
             pairs, wide = 2 * (groups // ranks) * size, draft.intermediate_size // ranks
             outputs += [hidden, draft.num_hidden_layers * pairs, mine + pairs, 2 * wide]
             outputs += [hidden, hidden]
-            total += _LANES * ROWS * draft.num_attention_heads // ranks * (size + 2) * _WIDE
+            total += _DRAFT_LANES * ROWS * draft.num_attention_heads // ranks * (size + 2) * _WIDE
             total += slots * _CANDIDATES * (_CANDIDATES + 3) * _WIDE
             rows += len(draft.target_layer_ids or ()) * hidden + mine + wide
-        total += _MOST_SPLITS * ROWS * sum(outputs) * _WIDE
+        parts = sum(one * _MOST_SPLITS[one >= _NARROW_PRODUCT] for one in outputs)
+        total += ROWS * parts * _WIDE
         total += ROWS * config.vocab_size // ranks * _WIDE
         return total + ROWS * rows * _NARROW + _SMALL
 

@@ -9,7 +9,7 @@ from dspark.target.rows import MOST_ROWS as ROWS
 
 __all__ = ["LANES", "dense_caches", "dense_prompt", "dense_scratch"]
 
-LANES = 33
+LANES = 16
 """Of the attention, which share the context."""
 _WIDE, _NARROW = 4, 2
 _PIECE = PREFILL_ROWS["cuda"]

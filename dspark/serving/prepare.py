@@ -4,6 +4,7 @@ import re
 import secrets
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from dspark.decoding import SamplingParams, check_request
@@ -275,8 +276,14 @@ class Preparer:
         try:
             template = self._template(tools)
             for name in variables:
-                known = re.search(rf"\b{re.escape(name)}\b", template) is not None
-                if name in _TEMPLATE_ARGUMENTS or not known:
+                if name in _TEMPLATE_ARGUMENTS:
+                    where = f"; send '{name}' beside it" if name in ("messages", "tools") else ""
+                    raise _bad(
+                        "chat_template_kwargs",
+                        f"'chat_template_kwargs.{name}' cannot be set: the server gives the chat "
+                        f"template its own{where}",
+                    )
+                if re.search(rf"\b{re.escape(name)}\b", template) is None:
                     raise _bad(
                         "chat_template_kwargs",
                         f"'chat_template_kwargs.{name[:100]}' has no effect: this model's chat "
@@ -291,6 +298,12 @@ class Preparer:
             )
         except ApiError:
             raise
+        except RecursionError:
+            given = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
+            name, depth = max(((key, _depth(one)) for key, one in given.items()), key=itemgetter(1))
+            raise _bad(
+                name, f"'{name}' is nested {depth} deep, too deeply for the chat template"
+            ) from None
         # A template is the model's own program and raises whatever it likes over its input.
         except Exception as error:
             raise _bad(
@@ -398,6 +411,17 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     if not given["tool_calls"]:
         del given["tool_calls"]
     return {**given, "content": message.content or ""}
+
+
+def _depth(value: Any) -> int:
+    """How many lists and objects stand in one another, without recursion."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [
+            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return depth
 
 
 def _bad(param: str, message: str) -> ApiError:

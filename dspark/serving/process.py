@@ -35,6 +35,7 @@ from dspark.serving.wire import (
     Taken,
     Wire,
 )
+from dspark.target import GoOn
 
 __all__ = ["EngineProcess"]
 
@@ -91,7 +92,9 @@ class EngineProcess:
         pid: int = self._process.pid or 0
         return pid
 
-    def stream(self, prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
+    def stream(
+        self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn | None = None
+    ) -> Iterator[Commit]:
         """As `decoding.stream`; closing it ends the decode at its next step.
 
         Raises:
@@ -105,7 +108,8 @@ class EngineProcess:
         ended = told = False
         try:
             while True:
-                message = self._hear(limit_s, doing)
+                message = self._hear(limit_s, doing, go_on)
+                go_on = None  # from here on the prompt has been read
                 if isinstance(message, Committed):
                     told = message.commit.finish_reason is not None
                     yield message.commit
@@ -198,10 +202,10 @@ class EngineProcess:
         except EOFError:
             raise self._lose(self._end()) from None
 
-    def _hear(self, timeout_s: float, doing: str) -> Any:
+    def _hear(self, timeout_s: float, doing: str, go_on: GoOn | None = None) -> Any:
         while True:
             try:
-                message = self._take(self._wait(timeout_s))
+                message = self._take(self._wait(timeout_s, go_on))
             except TimeoutError:
                 raise self._lose(_hangs(timeout_s, doing)) from None
             except EOFError:
@@ -209,8 +213,11 @@ class EngineProcess:
             if not isinstance(message, Pong):
                 return message
 
-    def _wait(self, timeout_s: float) -> Any:
+    def _wait(self, timeout_s: float, go_on: GoOn | None = None) -> Any:
         while True:
+            if go_on is not None and not go_on():
+                self._tell(Stop())
+                go_on = None
             slice_s = min(timeout_s, _SLICE_S)
             try:
                 return self._wire.receive(slice_s)

@@ -376,11 +376,12 @@ class GenerateRequest(_Body):
 
 
 class AbortRequest(_Body):
-    """POST /abort_request, as SGLang has it."""
+    """POST /abort_request, as SGLang has it: what names nothing ends nothing."""
 
     rid: str | None = None
     """A request's own ``rid``, or the id that it was given."""
     abort_all: bool | None = None
+    """Whatever ``rid`` says."""
 
 
 class TokenizeRequest(_Body):
@@ -436,7 +437,7 @@ def _read_json(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=refuse)
+        body = json.loads(raw.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_once)
         # a lone surrogate (\ud800) passes the parser but is no text that a tokenizer can read
         json.dumps(body, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
@@ -445,6 +446,21 @@ def _read_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, f"the request body must be a JSON object, got {_shown(body)}")
     return body
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Which of two values a client meant cannot be known."""
+    made: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in made:
+            raise ApiError(
+                400,
+                f"the request body has '{name[:100]}' twice in one object; send it once",
+                param=name[:100],
+                code="invalid_value",
+            )
+        made[name] = value
+    return made
 
 
 def _without_neutral(model: type[_Body], body: dict[str, Any], place: str) -> dict[str, Any]:

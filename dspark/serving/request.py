@@ -118,6 +118,11 @@ class Job:
         self._cancelled.set()
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What it may be called by; first the one that its answer carries."""
+        return (self.request_id,) if self.rid is None else (self.rid, self.request_id)
+
+    @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
 

@@ -47,6 +47,8 @@ class Shape:
     """Builds the objects of one request."""
 
     kind: Literal["chat", "text"]
+    name: str
+    """The answer's id."""
     request_id: str
     created: int
     model: str
@@ -142,9 +144,8 @@ class Shape:
         return {"id": f"call_{self.request_id}_{index}", "type": "function", "function": function}
 
     def _head(self, name: str) -> dict[str, Any]:
-        prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
         return {
-            "id": f"{prefix}-{self.request_id}",
+            "id": self.name,
             "object": name,
             "created": self.created,
             "model": self.model,

@@ -61,7 +61,7 @@ def router(api: Api) -> APIRouter:
         made = request_id_of(request)
         name = body.rid or made
         # no comments between the events: SGLang's client takes every line for JSON
-        channel = Channel(api.engine, work, made, request.receive, rid=body.rid)
+        channel = Channel(api.engine, work, made, request.receive, rid=name)
         if body.stream:
             return await _stream(channel, _native_events(channel, work, name))
         try:
@@ -112,13 +112,15 @@ async def _answer(
     if with_ids and body.stream:
         raise _needs_stream("return_token_ids", False)
     made = request_id_of(request)
-    shape = Shape(kind, made, int(time.time()), api.model_name, work, with_ids=with_ids)
+    # with a name of the caller's own as in SGLang, where it is the id
+    name = body.rid or f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{made}"
+    shape = Shape(kind, name, made, int(time.time()), api.model_name, work, with_ids=with_ids)
     channel = Channel(
         api.engine,
         work,
         made,
         request.receive,
-        rid=body.rid,
+        rid=name,
         quiet_s=api.engine.settings.keepalive_s if body.stream else 0.0,
     )
     if body.stream:

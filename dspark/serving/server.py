@@ -95,7 +95,10 @@ def create_app(
 
 
 class _RequestId:
-    """Gives each request an id and returns it as X-Request-Id."""
+    """Gives each request an id and returns it as X-Request-Id.
+
+    HEAD is answered as GET is; uvicorn leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -106,6 +109,8 @@ class _RequestId:
             return
         made = new_request_id()
         scope.setdefault("state", {})["request_id"] = made
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -15,7 +15,6 @@ from dspark.serving.engine import Draining, Engine, EngineLost
 from dspark.serving.openapi import body_of
 from dspark.serving.protocol import (
     AbortRequest,
-    ApiError,
     DetokenizeRequest,
     TokenizeRequest,
     parse,
@@ -62,11 +61,9 @@ def add_upkeep(routes: APIRouter, api: Api) -> None:
     @routes.post("/abort_request", dependencies=keyed, openapi_extra=body_of(AbortRequest))
     async def abort_request(request: Request) -> dict[str, Any]:
         body = parse(AbortRequest, await read_body(request, limit))
-        if body.rid and body.abort_all:
-            raise ApiError(400, "send either 'rid' or 'abort_all'", param="rid")
-        if not body.rid and not body.abort_all:
-            raise ApiError(400, "'rid' is required, or 'abort_all': true", param="rid")
-        return {"aborted": api.engine.abort(body.rid or None)}
+        if body.abort_all:
+            return {"aborted": api.engine.abort(None)}
+        return {"aborted": api.engine.abort(body.rid) if body.rid else []}
 
     @routes.post("/tokenize", dependencies=keyed, openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dspark.config import TargetSettings
 from dspark.errors import TargetError
 from dspark.provenance import read_object
 from dspark.target import catalog
-from dspark.target.base import Features, Rows, Target
+from dspark.target.base import Features, GoOn, ReadingStopped, Rows, Target
 from dspark.target.config import LingConfig, is_ling
 from dspark.target.hf import HFTarget
 from dspark.target.ling import LingTarget
@@ -25,8 +25,10 @@ from dspark.target.weights import load_model
 
 __all__ = [
     "Features",
+    "GoOn",
     "HFTarget",
     "LingTarget",
+    "ReadingStopped",
     "RowCache",
     "Rows",
     "Target",

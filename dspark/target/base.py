@@ -9,7 +9,7 @@ Symbols: B batch, S positions, T verify rows, D hidden, F tapped layers, V vocab
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,24 @@ from dspark.kernels.packed_linear import pack_linears
 from dspark.target import fingerprint
 from dspark.target.rows import padded_rows
 
-__all__ = ["PREFILL_ROWS", "Cache", "Features", "Rows", "Target", "check_layer_ids", "join_taps"]
+__all__ = [
+    "PREFILL_ROWS",
+    "Cache",
+    "Features",
+    "GoOn",
+    "ReadingStopped",
+    "Rows",
+    "Target",
+    "check_layer_ids",
+    "join_taps",
+]
+
+GoOn = Callable[[], bool]
+
+
+class ReadingStopped(Exception):
+    """Nobody wants the rest of a prompt to be read."""
+
 
 PREFILL_ROWS = {"cpu": 512, "cuda": 8192}
 """Tokens of a piece of a prompt: a GPU reads the weights of all experts for every piece."""
@@ -197,10 +214,21 @@ class Target(ABC):
         """
 
     @torch.no_grad()
-    def prefill(self, cache: Any, input_ids: Tensor, *, keep_hidden: bool = False) -> Rows:
-        """Run a prompt [S] behind the cursor and commit it; logits of its last token only."""
+    def prefill(
+        self,
+        cache: Any,
+        input_ids: Tensor,
+        *,
+        keep_hidden: bool = False,
+        go_on: GoOn | None = None,
+    ) -> Rows:
+        """Run a prompt [S] behind the cursor and commit it; logits of its last token only.
+
+        Raises:
+            ReadingStopped: as `read` does.
+        """
         taps, kept = [], []
-        for hidden, tap in self.read(cache, input_ids):
+        for hidden, tap in self.read(cache, input_ids, go_on):
             taps.append(tap)
             if keep_hidden:
                 kept.append(hidden)
@@ -208,12 +236,19 @@ class Target(ABC):
         return Rows(self.last_logits(hidden), torch.cat(taps), every)
 
     @torch.no_grad()
-    def read(self, cache: Any, input_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(
+        self, cache: Any, input_ids: Tensor, go_on: GoOn | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Run a prompt [S > 0] behind the cursor, piece by piece.
 
         Yields the last hidden states [T, D] and taps [T, F*D] of each piece, which is committed.
+
+        Raises:
+            ReadingStopped: ``go_on``, asked before each further piece, says no.
         """
-        for piece in torch.split(input_ids.to(self.device), self.prefill_rows):
+        for index, piece in enumerate(torch.split(input_ids.to(self.device), self.prefill_rows)):
+            if index and go_on is not None and not go_on():
+                raise ReadingStopped
             hidden, taps = self._extend(cache, piece, None)
             cache.commit(len(piece))
             yield hidden, taps

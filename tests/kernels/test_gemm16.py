@@ -6,7 +6,8 @@ from torch import Tensor
 
 from dspark.kernels.gemm16 import gemm16, gemm16_reference
 
-SHAPES = [(80, 256, 1), (48, 256, 2), (33, 512, 4), (5, 128, 1)]
+# of the last two, a part of K ends within a step
+SHAPES = [(80, 256, 1), (48, 256, 2), (33, 512, 4), (5, 128, 1), (40, 192, 1), (24, 192, 2)]
 
 
 def drawn(n: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -57,8 +58,7 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
         ((15, 128), (8, 128), (1, 15, 8)),
         ((16, 128), (8, 256), (1, 16, 8)),
         ((16, 128), (8, 128), (1, 16, 9)),
-        ((16, 192), (8, 192), (1, 16, 8)),
-        ((16, 256), (8, 256), (4, 16, 8)),
+        ((16, 256), (8, 256), (3, 16, 8)),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(

@@ -115,7 +115,8 @@ def test_logits_and_taps_are_those_of_the_reference(family: str, device: torch.d
     for layer in range(len(draft.layers)):
         mine = step.caches.keys[layer, :, :21], step.caches.values[layer, :, :21]
         for held, wanted in zip(mine, context.read(layer), strict=True):
-            torch.testing.assert_close(held, wanted[0], rtol=close, atol=close)
+            # of all together: a single number in bfloat16 may be small, and its error is not
+            assert (held - wanted[0]).norm() <= 0.4 * close * wanted[0].norm()
     Oracle(step, 2).tell([*ids, first, 7, 9])
     step.launch()
     if device.type == "cuda":

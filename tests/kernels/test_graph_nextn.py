@@ -58,11 +58,11 @@ def test_two_rounds_are_those_of_the_plain_loop(device: torch.device) -> None:
     target = ling(device, torch.float32, layers=2)
     depth, ids = 3, prompt(0, 20)
     step, draft = small(target, depth), nextn_draft(target, depth)
-    anchor = torch.tensor(step.begin(ids, GREEDY))
+    anchor = torch.tensor(step.begin(ids, GREEDY), device=device)
     arena = step.arena
     hidden = target.features(torch.tensor([ids]), ()).last_hidden[0]
     loop = NextNProposer(draft, GREEDY.sampling)
-    loop.extend(hidden, torch.tensor([*ids[1:], int(anchor)]))
+    loop.extend(hidden, torch.tensor([*ids[1:], int(anchor)], device=device))
     assert (int(arena.of(Field.INJECT_BASE)), int(arena.of(Field.INJECT_COUNT))) == (19, 1)
     step.propose()
     first = loop.propose(anchor, depth).tolist()
@@ -80,7 +80,7 @@ def test_two_rounds_are_those_of_the_plain_loop(device: torch.device) -> None:
     arena.proposals[3:] = 1 << 30
     step.propose()
     loop = NextNProposer(draft, SAMPLED.sampling)
-    following = torch.tensor([*ids[1:], int(anchor), *first[:2], chosen])
+    following = torch.tensor([*ids[1:], int(anchor), *first[:2], chosen], device=device)
     loop.extend(torch.cat([hidden, rows[:3]]), following)
     second = loop.propose(following[-1], 2).tolist()
     assert arena.proposals[:3].tolist() == [*second, first[2]]

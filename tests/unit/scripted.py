@@ -44,9 +44,13 @@ CARD = ModelCard(
 
 @dataclass
 class Scripted:
-    """A model whose step takes ``step_s``. ``before``: called with the step's number before it."""
+    """A model whose step takes ``step_s``. ``before``: called with the step's number before it.
+
+    ``pieces``: of a prompt, each of which takes as long.
+    """
 
     step_s: float = 0.01
+    pieces: int = 1
     before: Callable[[int], None] = lambda step: None
     card: ModelCard = CARD
     pid: Any = field(default_factory=lambda: FORK.Value("i", 0))
@@ -63,8 +67,19 @@ class Scripted:
     def forget(self) -> None:
         pass
 
-    def stream(self, prompt_ids: Sequence[int], params: DecodeParams, /) -> Iterator[Commit]:
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        params: DecodeParams,
+        go_on: Callable[[], bool] = lambda: True,
+        /,
+    ) -> Iterator[Commit]:
         """Letters in order, the first of them the prompt's first id."""
+        for _ in range(self.pieces - 1):
+            self.steps.value += 1
+            time.sleep(self.step_s)
+            if not go_on():
+                return
         limit = params.max_new_tokens
         for step in range(limit):
             self.steps.value += 1

@@ -14,6 +14,7 @@ from dspark.bench.serving import measure
 from dspark.bench.serving_client import Client
 from dspark.bench.serving_report import RequestTiming, ServingReport, above_ceiling, summarise
 from dspark.errors import ConfigError, RunError
+from dspark.target import base
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -74,6 +75,28 @@ def test_without_counts_by_chunk_all_chunks_count_alike() -> None:
     report = summarise([timing], 1.0, model="m", info=None)
     assert report.mean_itl_ms == pytest.approx(100)
     assert report.ceiling is None
+
+
+def test_what_was_reused_of_the_prompts_is_a_row() -> None:
+    one, other = by_hand()
+    assert summarise([one, other], 2.0, model="m", info=None).cached_tokens is None
+    report = summarise([replace(one, num_cached_tokens=0), other], 2.0, model="m", info=None)
+    assert report.cached_tokens == 0
+    both = [replace(one, num_cached_tokens=4), replace(other, num_cached_tokens=1200)]
+    report = summarise(both, 2.0, model="m", info=None)
+    assert [one["cached_tokens"] for one in report.requests] == [4, 1200]
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(report.table())
+    shown = " ".join(console.export_text().split())
+    assert "reused prompt tokens │ 1,204 tokens" in shown
+
+
+def test_a_server_tells_what_it_reused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(base.PREFILL_ROWS, "cpu", 16)
+    prompt = "x" * 40
+    report = measure(address, [prompt, prompt + "y", "z" * 40], max_tokens=2, ignore_eos=True)
+    assert [one["cached_tokens"] for one in report.requests] == [0, 32, 0]
+    assert report.cached_tokens == 32
 
 
 def test_one_token_has_no_tpot() -> None:

@@ -22,10 +22,11 @@ from dspark.serving import choice
 from dspark.serving.engine import Engine, LocalModel, end_ids
 from dspark.serving.graph import step as graph_step
 from dspark.serving.graph.weights import unsupported_shapes
+from dspark.serving.loading import load_model
 from dspark.serving.plan import MemoryPlan
 from dspark.serving.request import GenerateParams
 from dspark.serving.server import running
-from dspark.serving.settings import ServeSettings
+from dspark.serving.settings import ENGINES, ServeSettings
 from dspark.target import HFTarget, LingTarget, peek
 from dspark.target.families import DenseShape
 from dspark.testing import (
@@ -209,6 +210,21 @@ def test_models_that_differ_or_end_in_too_many_ways_are_for_the_reference(
         choice.choose(ling(), None, ENDS, graph)
 
 
+def test_the_reference_does_not_inherit_the_context_of_the_graphs_plan(
+    gpu: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_ling(dtype=BF16)
+    plan = MemoryPlan(target.config, None, 300, prefix_cache=0)
+    monkeypatch.setattr(choice, "_free", lambda _: plan.total)
+    ends = frozenset(range(100, 109))  # too many for the graph, which only the loaded target tells
+    place = TargetSettings(path=str(save_tiny_ling(tmp_path)))
+    for context in (None, 40):
+        settings = ServeSettings(prefix_cache_bytes=0, context=context)
+        card = load_model(place, None, ends, settings).card
+        assert (card.engine, card.context) == ("reference", context or 512)
+    assert not gpu
+
+
 def test_a_plan_is_printed_and_checked_before_loading(
     gpu: list[dict[str, Any]],
     tmp_path: Path,
@@ -244,6 +260,12 @@ def test_a_plan_is_printed_and_checked_before_loading(
         choice.foresee(settings, str(tmp_path / "draft"), many)
     with pytest.raises(ConfigError, match="num_draft_tokens is 9, but there is no draft"):
         choice.foresee(settings, None, many)
+    # and confidence where there is none
+    for engine in ENGINES:
+        cut = ServeSettings(confidence_threshold=0.5, engine=engine)
+        for name, reason in (("nextn:3", "a NEXTN block has no confid"), (None, "there is no dra")):
+            with pytest.raises(ConfigError, match=f"_threshold is 0.5, but {reason}.*leave it out"):
+                choice.foresee(settings, name, cut)
     keys = json.loads((tmp_path / "draft" / "config.json").read_text())
     (tmp_path / "draft" / "config.json").write_text(json.dumps({**keys, "vocab_size": 600}))
     with pytest.raises(CheckpointError, match=r"vocab_size is 600 but target .* has 512"):

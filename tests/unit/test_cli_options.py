@@ -123,9 +123,9 @@ def test_eval_hands_on_every_option(
     assert said["drafts"] == {"d": {"a": 1, "draft_sha256": "DIGEST"}}
     assert said["paired"] == {"p": 1}
     assert run(monkeypatch, *both, "--draft", "d") == 2
-    assert "given twice for one draft: nextn:3, d, d" in capsys.readouterr().err
-    assert run(monkeypatch, *both, "--draft", "./d/") == 2
-    assert "given twice for one draft: nextn:3, d, ./d/" in capsys.readouterr().err
+    assert "--draft 'd' was given twice; give each" in capsys.readouterr().err
+    assert run(monkeypatch, *both, "--draft", "./e/../d/") == 2
+    assert "--draft './e/../d/' was given twice, the first time as 'd'" in capsys.readouterr().err
     assert run(monkeypatch, *both, "--base", "e") == 2
     assert "--base 'e' is none of the drafts: nextn:3, d" in capsys.readouterr().err
 

@@ -124,6 +124,17 @@ def test_the_base_of_a_comparison_is_named(target: Target) -> None:
     assert one["paired"]["other"]["pooled"]["accept_length"]["difference"] == pytest.approx(gap)
 
 
+def test_a_threshold_that_cuts_no_block_of_a_draft_is_told(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {"bare": tiny_draft(target, enable_confidence_head=False)}
+    evaluated(target, GREEDY, more=more)
+    assert not caplog.messages
+    evaluated(target, GREEDY, more=more, confidence_threshold=0.25)
+    said = "bare has no confidence head: --confidence-threshold 0.25 cuts none of its blocks"
+    assert caplog.messages == [said]
+
+
 @pytest.mark.usefixtures("clock")
 def test_a_killed_run_goes_on_and_reports_the_same(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from dspark.serving import engine as engine_module
 from dspark.serving.engine import Decoder, Draining, Engine, LocalModel, QueueFull
 from dspark.serving.request import Delta, Event, Failed, Finished, GenerateParams
 from dspark.serving.settings import ServeSettings
-from dspark.testing import tiny_tokenizer
+from dspark.testing import tiny_draft, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -373,7 +373,7 @@ def test_the_decoder_is_closed_before_the_next_request(start: Any, how: str) -> 
     order: list[str] = []
     begun, goes_on = threading.Event(), threading.Event()
 
-    def play(prompt_ids: Sequence[int], _: DecodeParams) -> Iterator[Commit]:
+    def play(prompt_ids: Sequence[int], *_: Any) -> Iterator[Commit]:
         order.append(f"begin {prompt_ids[0]}")
         try:
             yield Commit([65], None, None, 0, 0.001)
@@ -503,8 +503,14 @@ def test_the_ends_of_the_threshold_change_no_token(
 def test_more_proposals_than_the_draft_has_are_refused(pair: tuple[Any, Any], start: Any) -> None:
     with pytest.raises(ConfigError, match=r"1\.\.4 .*got 5"):
         start(*pair, num_draft_tokens=5)
-    with pytest.raises(ConfigError, match="there is no draft"):
-        start(pair[0], None, num_draft_tokens=2)
+    for setting in ("num_draft_tokens", "confidence_threshold"):
+        with pytest.raises(ConfigError, match=rf"serve\.{setting} is 1, but there is no draft"):
+            start(pair[0], None, **{setting: 1})
+    headless = tiny_draft(pair[0], enable_confidence_head=False)
+    with pytest.raises(
+        ConfigError, match=r"is 0\.5, but the draft has no confidence head; leave it"
+    ):
+        start(pair[0], headless, confidence_threshold=0.5)
     end = start(*pair, num_draft_tokens=2).generate(PROMPT, params(12))
     assert end.stats.block_size == 2
 

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -117,6 +118,33 @@ def test_a_client_that_leaves_costs_at_most_two_more_steps(monkeypatch: Any) -> 
         assert model.steps.value - left <= 2
         answer = http.post("/generate", json=body("k", 5)).json()
         assert answer["text"] == letters("k", 5)
+
+
+@pytest.mark.parametrize("how", ["leaves", "aborts", "is late"])
+def test_a_prompt_that_nobody_wants_any_more_frees_the_place(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(process, "_SLICE_S", 0.05)
+    model = Scripted(step_s=0.05, pieces=100)
+    with served(monkeypatch, model, deadline_s=0.3 if how == "is late" else 60) as http:
+        asked = {**body("a", 5), "rid": "one"}
+        with ThreadPoolExecutor(1) as pool:
+            wait_s = 0.3 if how == "leaves" else 30
+            answer = pool.submit(http.post, "/generate", json=asked, timeout=wait_s)
+            until(lambda: model.steps.value > 1)
+            if how == "aborts":
+                assert http.post("/abort_request", json={"rid": "one"}).json()["aborted"]
+            if how == "leaves":
+                with pytest.raises(httpx.ReadTimeout):
+                    answer.result()
+            else:
+                info = answer.result().json()["meta_info"]
+                assert (info["finish_reason"], info["completion_tokens"]) == ({"type": "abort"}, 0)
+        until(lambda: http.get("/live").json()["running"] == 0)
+        read = model.steps.value
+        assert read < 20
+        time.sleep(0.15)
+        assert model.steps.value == read
 
 
 def test_a_killed_process_is_told_to_all_within_a_second(monkeypatch: Any) -> None:

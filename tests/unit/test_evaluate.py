@@ -30,7 +30,7 @@ from dspark.decoding import (
     nextn_draft,
 )
 from dspark.errors import ConfigError, DataError
-from dspark.target import Target
+from dspark.target import GoOn, Target
 from dspark.testing import tiny_draft, tiny_ling, tiny_target, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -53,11 +53,11 @@ class Scripted(ReferenceStep):
     script: tuple[int, ...] = ()
     outputs: dict[tuple[int, ...], list[int]] = {}  # noqa: RUF012 (set by the fixture)
 
-    def prefill(self, prompt_ids: torch.Tensor) -> int:
+    def prefill(self, prompt_ids: torch.Tensor, go_on: GoOn | None = None) -> int:
         self._known = self.outputs[tuple(prompt_ids.tolist())]
         self._start = len(prompt_ids)
         self._round = 0
-        return super().prefill(prompt_ids)
+        return super().prefill(prompt_ids, go_on)
 
     def propose(self, most: int) -> torch.Tensor:
         if self.limit == 0:

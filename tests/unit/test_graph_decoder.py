@@ -12,6 +12,7 @@ from dspark.errors import ConfigError, RunError
 from dspark.kernels.accept import RING, Done, Field
 from dspark.serving.graph.decoder import GraphDecoder
 from dspark.serving.graph.step import GraphStep, StepRecord
+from dspark.target import GoOn, ReadingStopped
 from dspark.testing import tiny_ling
 
 EOS = 3
@@ -37,8 +38,10 @@ class ScriptedStep:
         self._records: dict[int, StepRecord] = {}
         self._at, self._done = 0, Done.NO
 
-    def begin(self, prompt_ids: Sequence[int], params: DecodeParams) -> int:
+    def begin(self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn | None) -> int:
         self.log.append("begin")
+        if go_on is not None and not go_on():
+            raise ReadingStopped
         assert not self._pending, "a step of the request before is still under way"
         self._at, self._done = 0, Done.NO
         return self.script[0][0]
@@ -118,6 +121,14 @@ def test_two_launches_are_under_way_and_none_is_left_behind() -> None:
     step.log.clear()
     assert [one.token_ids for one in play(step)] == [[10], [11], [12], [13]]
     assert step.log[:3] == ["begin", "launch 4", "launch 5"]
+
+
+def test_a_prompt_that_was_given_up_makes_no_step() -> None:
+    step = ScriptedStep([10], [11])
+    decoder, params = GraphDecoder(step), DecodeParams(max_new_tokens=2)  # type: ignore[arg-type]
+    assert list(decoder.stream([5], params, lambda: False)) == []
+    assert step.log == ["begin"]
+    assert len(play(step, max_new_tokens=2)) == 2
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3])

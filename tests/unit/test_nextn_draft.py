@@ -106,9 +106,11 @@ def test_a_server_drafts_with_it(tmp_path: Path) -> None:
 def test_a_name_tells_the_proposals_of_a_round(target: LingTarget) -> None:
     assert nextn_proposals("nextn:5") == 5
     assert nextn_proposals("checkpoints/nextn:5") is None
-    for name in ("nextn", "nextn:0", "nextn:16", "nextn:-1", "nextn:x"):
+    for name in ("nextn", "nextn:0", "nextn:16", "nextn:-1", "nextn:x", "nextn:03", "nextn:\u0663"):
         with pytest.raises(ConfigError, match=rf"nextn:N with N in 1\.\.15, got '{name}'"):
             nextn_proposals(name)
+    with pytest.raises(ConfigError, match=r"--draft is an empty text: give .* or nextn:N"):
+        nextn_proposals("")
     # a block of 8 proposes 7 unless told otherwise; nextn:8 was told
     assert proposal_limit(nextn_draft(target, 8), None) == 8
     assert proposal_limit(nextn_draft(target, 8), 2) == 2

@@ -12,6 +12,7 @@ from dspark.bench.targets import dense_target, read_target
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.config_json import from_json
+from dspark.kernels import tiles
 from dspark.provenance import read_object
 from dspark.serving import plan, plan_dense
 from dspark.serving.graph.arena import SHORTLIST_EACH, SHORTLIST_PARTS, Caches
@@ -72,8 +73,11 @@ def leaves(one: Any) -> list[torch.Tensor]:
 
 
 def test_the_lanes_are_those_of_the_kernels() -> None:
-    assert plan._LANES == Tuning().mla_lanes >= Tuning().draft_lanes
+    assert Tuning().mla_lanes == plan._LANES
+    assert Tuning().draft_lanes == plan._DRAFT_LANES
     assert Tuning().gqa_lanes == plan_dense.LANES
+    for (outputs, _), tile in tiles._MEASURED.items():
+        assert tile.splits <= plan._MOST_SPLITS[outputs >= plan._NARROW_PRODUCT]
 
 
 def test_one_rank_of_four_with_64k_context_fits_a_card_of_141_gb() -> None:

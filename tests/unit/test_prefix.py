@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.decoding import Commit, DecodeParams, PrefixCache, ReferenceStep, SamplingParams, stream
+from dspark.decoding import (
+    Commit,
+    DecodeParams,
+    PrefixCache,
+    ReferenceStep,
+    SamplingParams,
+    nextn_draft,
+    stream,
+)
 from dspark.kernels.accept import Field
 from dspark.serving.graph.step import GraphStep
 from dspark.target import HFTarget, LingTarget, Target, base
@@ -166,6 +174,23 @@ def test_a_prompt_that_breaks_off_leaves_whole_pieces(monkeypatch: pytest.Monkey
     counted.fail_at = None
     commit = first(target, prompt, prefixes)
     assert (commit.num_reused, commit.token_ids) == (64, expected)
+
+
+@pytest.mark.parametrize("kind", ["plain", "draft", "nextn"])
+def test_a_prompt_that_nobody_wants_is_read_no_further(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prefixes, prompt = tiny_ling(nextn=True), PrefixCache(1 << 30), ids(120)
+    draft: Any = {"plain": None, "draft": tiny_draft(target), "nextn": nextn_draft(target, 2)}[kind]
+    params, counted = DecodeParams(4, ignore_eos=True), Counted(target, monkeypatch)
+    expected = facts(stream(target, draft, prompt, params))
+    counted.read, answers = 0, iter([True, False])
+    broken_off = stream(target, draft, prompt, params, prefixes, lambda: next(answers))
+    assert list(broken_off) == []
+    assert counted.read == 2 * SIZE
+    again = list(stream(target, draft, prompt, params, prefixes, lambda: True))
+    assert again[0].num_reused == (0 if kind == "nextn" else 2 * SIZE)
+    assert facts(iter(again)) == expected
 
 
 def test_the_oldest_make_room_and_none_that_another_needs() -> None:

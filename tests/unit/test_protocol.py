@@ -87,6 +87,21 @@ def test_an_unknown_key_names_the_nearest_known_one(name: str, nearest: str) -> 
     assert f"'{name}' (did you mean '{nearest}'?)" in error.message
 
 
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        ('{"messages": [], "seed": 1, "seed": 1}', "seed"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "content"),
+        ('{"se\\u0065d": 1, "seed": 2}', "seed"),
+        ('{"chat_template_kwargs": {"a": 1, "b": [{"c": 0, "c": null}]}}', "c"),
+    ],
+)
+def test_a_key_that_comes_twice_is_refused(raw: str, name: str) -> None:
+    with pytest.raises(ApiError, match=f"has '{name}' twice in one object") as caught:
+        parse(ChatRequest, raw.encode())
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
 def test_unknown_keys_are_found_in_nested_objects_too() -> None:
     options = {"include_usge": True}
     error = refusal(ChatRequest, {"messages": MESSAGES, "stream_options": options})

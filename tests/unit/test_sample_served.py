@@ -1,7 +1,7 @@
 """`dspark sample` asks `dspark serve`: ids, stop ids, and the rows of the in-process sampler."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from dspark.corpus.endpoint import sample_endpoint
 from dspark.corpus.prompts import Prompt
 from dspark.corpus.responses import Response, read_responses
 from dspark.corpus.sampler import sample_responses
-from dspark.decoding import Commit, DecodeParams
+from dspark.decoding import Commit
 from dspark.serving.card import card_of
 from dspark.serving.engine import Decoder, Engine, LocalModel
 from dspark.serving.prepare import Preparer
@@ -120,7 +120,7 @@ def test_a_stop_id_ends_the_output_and_is_none_of_its_text(url: str, ignore_eos:
 def test_special_tokens_stand_in_the_text_if_asked_for(target: HFTarget) -> None:
     ids = [97, TOKENIZER.pad_token_id, 98]
 
-    def play(prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
+    def play(*_: Any) -> Iterator[Commit]:
         yield Commit(ids, "length", None, 0, 0.001)
 
     model = LocalModel(target, None, decoder=Decoder("scripted", play))

@@ -296,11 +296,25 @@ def test_developer_is_read_as_system(client: httpx.Client) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("name", ["enable_thinking", "tokenize", "a b"])
-def test_a_template_variable_without_effect_is_refused(client: httpx.Client, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("enable_thinking", "has no effect: this model's chat template has no such variable"),
+        ("a b", "has no effect: this model's chat template has no such variable"),
+        ("tokenize", "cannot be set: the server gives the chat template its own"),
+        ("add_generation_prompt", "cannot be set: the server gives the chat template its own"),
+        ("messages", "its own; send 'messages' beside it"),
+        ("tools", "its own; send 'tools' beside it"),
+    ],
+)
+def test_a_template_variable_without_effect_is_refused(
+    client: httpx.Client, name: str, words: str
+) -> None:
     body = {"messages": MESSAGES, "chat_template_kwargs": {name: True}}
     error = error_of(client.post("/v1/chat/completions", json=body), 400)
-    assert name in error["message"]
+    assert error["param"] == "chat_template_kwargs"
+    assert error["message"].startswith(f"'chat_template_kwargs.{name}' ")
+    assert error["message"].endswith(words)
 
 
 @pytest.mark.parametrize(

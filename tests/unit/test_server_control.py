@@ -32,6 +32,7 @@ from tests.unit.served import (
 )
 
 TOKENIZER = tokenizer_of()
+TEXT = ("/v1/completions", {"prompt": "a"})
 ENDLESS = {"text": "a", "sampling_params": {"max_new_tokens": 400}}
 
 
@@ -74,13 +75,14 @@ def test_a_request_is_aborted_by_the_name_its_caller_gave_it(
         assert error["param"] == "rid"
         assert answer(client, "/abort_request", {"rid": "none such"}) == {"aborted": []}
         # one that waits has nothing to show
-        assert len(answer(client, "/abort_request", {"rid": "two"})["aborted"]) == 1
+        assert answer(client, "/abort_request", {"rid": "two"}) == {"aborted": ["two"]}
         whole = second.result()
+        assert whole["id"] == "two"
         assert whole["choices"][0]["finish_reason"] == "abort"
         assert whole["choices"][0]["message"]["content"] == ""
         assert whole["usage"]["completion_tokens"] == 0
         assert not first.done()
-        assert len(answer(client, "/abort_request", {"rid": "one"})["aborted"]) == 1
+        assert answer(client, "/abort_request", {"rid": "one"}) == {"aborted": ["one"]}
         info = first.result()["meta_info"]
         assert (info["id"], info["finish_reason"]["type"]) == ("one", "abort")
         assert info["completion_tokens"] > 1
@@ -107,9 +109,36 @@ def test_all_requests_are_aborted_and_an_id_we_gave_is_a_name_too(
             assert one.result()["meta_info"]["finish_reason"] == {"type": "abort"}
 
 
-@pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": "a", "abort_all": True}])
-def test_an_abort_must_say_of_what(client: httpx.Client, body: dict[str, Any]) -> None:
-    assert refusal(client, "/abort_request", body)["param"] == "rid"
+@pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": MESSAGES}), TEXT])
+def test_the_id_of_an_answer_is_a_name_of_its_request(
+    client: httpx.Client, endless: threading.Event, path: str, prompt: dict[str, Any]
+) -> None:
+    with client.stream("POST", path, json={**prompt, "stream": True}) as response:
+        lines = response.iter_lines()
+        made = json.loads(next(lines)[6:])["id"]
+        taken = refusal(client, path, {**prompt, "rid": response.headers["x-request-id"]})
+        assert taken["param"] == "rid"
+        # of an abort, SGLang's clients send both; all is all
+        nothing: list[dict[str, Any]] = [
+            {},
+            {"rid": ""},
+            {"rid": "", "abort_all": False},
+            {"rid": made[:-1]},
+        ]
+        for body in nothing:
+            assert answer(client, "/abort_request", body) == {"aborted": []}
+        assert answer(client, "/abort_request", {"rid": made}) == {"aborted": [made]}
+        list(lines)
+    assert made.endswith(response.headers["x-request-id"])
+
+
+def test_all_are_aborted_whatever_the_name(client: httpx.Client, endless: threading.Event) -> None:
+    with client.stream("POST", "/generate", json={**ENDLESS, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        body = {"rid": "none such", "abort_all": True}
+        assert len(answer(client, "/abort_request", body)["aborted"]) == 1
+        list(lines)
 
 
 def test_a_probe_generates(client: httpx.Client) -> None:
@@ -155,6 +184,16 @@ def test_a_probe_tells_that_decoding_fails(
     response = client.get("/health_generate")
     assert response.status_code == 503
     assert "ZeroDivisionError" in response.json()["error"]["message"]
+
+
+def test_the_head_of_a_route_is_that_of_its_get(client: httpx.Client) -> None:
+    for path in ("/health", "/ping", "/metrics", "/v1/models", "/"):
+        head, get = client.head(path), client.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == get.headers["content-type"]
+    assert client.head("/nowhere").status_code == 404
+    refused = client.head("/generate")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
 
 
 def test_small_routes(client: httpx.Client) -> None:

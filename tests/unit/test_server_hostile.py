@@ -97,6 +97,18 @@ def test_deep_json_is_refused_wherever_it_stands(
     refused(client, CHAT, raw)
 
 
+@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs"])
+def test_what_is_too_deep_for_the_template_is_named(client: httpx.Client, name: str) -> None:
+    deep = "[" * 700 + "]" * 700
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": "DEEP"}}}
+    given: Any = [tool] if name == "tools" else {"mode": "DEEP"}
+    raw = json.dumps({**BODIES[CHAT], name: given}).replace('"DEEP"', deep)
+    error = refused(client, CHAT, raw)
+    depth = 700 + (4 if name == "tools" else 1)
+    assert error["param"] == name
+    assert error["message"] == f"'{name}' is nested {depth} deep, too deeply for the chat template"
+
+
 def in_place(path: str, name: str, value: Any) -> dict[str, Any]:
     """The body with this option, by the name that the route has for it."""
     if path != "/generate":

@@ -10,6 +10,7 @@ import torch
 
 from dspark.decoding import ReferenceStep, SamplingParams
 from dspark.serving.settings import ServeSettings
+from dspark.target import GoOn
 from dspark.testing import tiny_draft, tiny_target
 from tests.unit.served import CHAT, answer, chunks_of, client_of, tokenizer_of
 
@@ -30,10 +31,10 @@ class HalfRight(ReferenceStep):
         self._seed = sampling.seed if sampling.temperature else -1
         self._drafted = draft is not None
 
-    def prefill(self, prompt: torch.Tensor) -> int:
+    def prefill(self, prompt: torch.Tensor, go_on: GoOn | None = None) -> int:
         ids = tuple(prompt.tolist())
         self._begin, self._output = len(ids) - 1, self.said.get((ids, self._seed), [])
-        return super().prefill(prompt)
+        return super().prefill(prompt, go_on)
 
     def propose(self, most: int) -> torch.Tensor:
         if not self._drafted:

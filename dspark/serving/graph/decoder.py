@@ -10,6 +10,7 @@ from dspark.decoding.loop import stop_ids
 from dspark.errors import ConfigError, RunError
 from dspark.kernels.accept import Done
 from dspark.serving.graph.step import GraphStep, StepRecord
+from dspark.target import GoOn, ReadingStopped
 
 __all__ = ["GraphDecoder", "wait_for"]
 
@@ -27,7 +28,9 @@ class GraphDecoder:
     def __init__(self, step: GraphStep, patience_s: float = 30.0) -> None:
         self.step, self.patience_s = step, patience_s
 
-    def stream(self, prompt_ids: Sequence[int], params: DecodeParams) -> Iterator[Commit]:
+    def stream(
+        self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn | None = None
+    ) -> Iterator[Commit]:
         """As `decoding.stream`; a caller that stops early ends the request on the device.
 
         Raises:
@@ -48,7 +51,10 @@ class GraphDecoder:
             # kernels are launched on the device of the calling thread
             torch.cuda.set_device(step.device)
         begun = time.perf_counter()
-        first = step.begin(prompt_ids, params)
+        try:
+            first = step.begin(prompt_ids, params, go_on)
+        except ReadingStopped:
+            return
         left = min(params.max_new_tokens, step.context - len(prompt_ids)) - 1
         reason = "stop" if first in stop_ids(step.target, params) else None
         reason = reason or ("length" if left == 0 else None)

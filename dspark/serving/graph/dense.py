@@ -16,6 +16,9 @@ from dspark.target.families import DenseShape
 
 __all__ = ["dense_weights"]
 
+_LARGE = 1 << 22
+"""Weights of a gate from which on one long loop is as fast as parts that are added behind it."""
+
 
 def dense_weights(target: HFTarget) -> TargetWeights:
     """Views of ``target``, whose parameters move unless they lie as they should."""
@@ -58,6 +61,8 @@ def _layer(layer: Any, shape: DenseShape, inverse: torch.Tensor, amplitude: floa
         ),
         ffn_norm=layer.post_attention_layernorm.weight.data,
         ffn=DenseFFN(
-            joined_rows([ffn.gate_proj, ffn.up_proj]), ffn.down_proj.weight.data, fused=True
+            joined_rows([ffn.gate_proj, ffn.up_proj]),
+            ffn.down_proj.weight.data,
+            fused=ffn.gate_proj.weight.numel() >= _LARGE,
         ),
     )

@@ -36,7 +36,7 @@ from dspark.serving.graph.weights import (
     TargetWeights,
     unsupported,
 )
-from dspark.target import HFTarget, LingTarget
+from dspark.target import GoOn, HFTarget, LingTarget
 from dspark.target.state import LingCache
 
 __all__ = ["GraphStep", "StepRecord"]
@@ -147,10 +147,13 @@ class GraphStep:
         return self.target.device
 
     @torch.no_grad()
-    def begin(self, prompt_ids: Sequence[int], params: DecodeParams) -> int:
+    def begin(
+        self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn | None = None
+    ) -> int:
         """Read the prompt; the first token, which is the first anchor.
 
         Raises:
+            ReadingStopped: as `Target.read` does.
             ConfigError: more than 8 stop ids, or sampling that the kernels do not know.
         """
         stops = sorted(stop_ids(self.target, params))
@@ -165,7 +168,7 @@ class GraphStep:
         prompt = torch.tensor(prompt_ids, dtype=torch.int64, device=self.device)
         if self.nextn is not None:
             assert isinstance(self.target, LingTarget)
-            rows = self.target.prefill(cache, prompt, keep_hidden=True)
+            rows = self.target.prefill(cache, prompt, keep_hidden=True, go_on=go_on)
             assert rows.hidden is not None
             fill_nextn(self.target.model, self.caches, rows.hidden, prompt)
             # the last token waits for the one behind it: it is the row that the first step reads
@@ -176,7 +179,7 @@ class GraphStep:
             if self.draft is not None:
                 context = ArenaContext(self.draft, self.caches, self.rank)
             logits, self.num_reused = read_prompt(
-                self.target, cache, prompt, context, self._prefixes
+                self.target, cache, prompt, context, self._prefixes, go_on
             )
         where = torch.tensor([cache.length], device=self.device)
         first = int(pick(logits, params.sampling, where)[0])

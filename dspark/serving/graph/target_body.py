@@ -17,7 +17,7 @@ from dspark.kernels.mla_verify import mla_attend, mla_combine, mla_prepare
 from dspark.kernels.products import gate_up16, gated_gemm16, swiglu16
 from dspark.kernels.reduce_norm import combine_norm, embed_norm, parts_norm, reduce_norm
 from dspark.kernels.router import route
-from dspark.kernels.tiles import tile_for
+from dspark.kernels.tiles import gate_up_tile, tile_for
 from dspark.serving.graph.arena import Arena, Caches
 from dspark.serving.graph.weights import (
     DenseFFN,
@@ -208,7 +208,8 @@ class TargetBody:
     def _gqa(self, index: int, mixer: GQAMixer) -> Tensor:
         arena, heads, size = self.arena, mixer.heads, mixer.size
         projected = self._product("attention in", "mixer", arena.normed, mixer.into)
-        lanes = arena.tuning.gqa_lanes
+        keys, values = self.caches.pairs[index]
+        lanes, chunk, stages = arena.tuning.lanes_for(*keys.shape[1:])
         query = arena.scratch("gqa query", (heads, ROWS, size), arena.dtype)
         total = arena.scratch("gqa total", (lanes, ROWS, heads, size))
         peaks = arena.scratch("gqa peaks", (lanes, ROWS, heads))
@@ -216,15 +217,13 @@ class TargetBody:
         mixed = arena.scratch("gqa mixed", (ROWS, heads * size), arena.dtype)
         if self.on("attention"):
             cursor, live = self.cursor, self.live_rows
-            keys, values = self.caches.pairs[index]
             gqa_prepare(
                 projected, mixer.q_norm, mixer.k_norm, mixer.inverse, query, keys, values,
                 cursor=cursor, live_rows=live, eps=self.eps, amplitude=mixer.amplitude,
             )  # fmt: skip
             gqa_attend(
                 query, keys, values, total, peaks, masses, cursor=cursor, live_rows=live,
-                scale=mixer.scale, chunk=arena.tuning.gqa_chunk, warps=arena.tuning.gqa_warps,
-                stages=arena.tuning.gqa_stages,
+                scale=mixer.scale, chunk=chunk, warps=arena.tuning.gqa_warps, stages=stages,
             )  # fmt: skip
             gqa_combine(total, peaks, masses, mixed, live_rows=live)
         return self._product("attention out", "mixed", mixed, mixer.out)
@@ -239,10 +238,10 @@ class TargetBody:
             if self.on("dense FFN"):
                 swiglu16(parts, inner)
         elif self.on("dense FFN"):
-            # wide enough tiles that there are two programs a multiprocessor all the same
+            tile = gate_up_tile(width, ffn.gate_up.shape[1])
             gate_up16(
-                arena.normed, ffn.gate_up, inner, block_n=32 if width >= 8192 else 16,
-                block_k=_step(ffn.gate_up.shape[1], 128),
+                arena.normed, ffn.gate_up, inner, block_n=tile.block_n, block_k=tile.block_k,
+                warps=tile.warps, stages=tile.stages, prefetch=tile.prefetch,
             )  # fmt: skip
         out = self._product("dense FFN", "fed", inner, ffn.down)
         if self.on("norms"):

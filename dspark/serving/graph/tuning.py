@@ -1,7 +1,4 @@
-"""Choices of the step's launches that only time depends on, as measured on an H200.
-
-Those of grouped-query attention are not: no GPU has run it yet.
-"""
+"""Choices of the step's launches that only time depends on, as measured on an H200."""
 
 from dataclasses import dataclass
 
@@ -39,9 +36,18 @@ class Tuning:
     mla_lane_block: int = 16
     mla_value_block: int = 128
     mla_combine_warps: int = 8
-    gqa_lanes: int = 33
-    gqa_chunk: int = 64
+    gqa_lanes: int = 16
+    gqa_chunk: int = 128
     gqa_warps: int = 4
-    gqa_stages: int = 2
+    gqa_stages: int = 3
     draft_lanes: int = 32
     draft_chunk: int = 64
+
+    def lanes_for(self, capacity: int, size: int) -> tuple[int, int, int]:
+        """Lanes, chunk and stages of grouped-query attention; ``size``: of a head.
+
+        Small heads take half the chunk, and no cache has more lanes than chunks.
+        """
+        narrow = size <= 64 and self.gqa_chunk > 64
+        chunk = 64 if narrow else self.gqa_chunk
+        return min(self.gqa_lanes, -(-capacity // chunk)), chunk, 2 if narrow else self.gqa_stages
