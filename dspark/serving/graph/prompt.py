@@ -17,6 +17,7 @@ from dspark.serving.graph.weights import DraftWeights
 from dspark.target.model import LingModel
 from dspark.target.mtp import nextn_latents
 from dspark.target.norm import rms_norm
+from dspark.target.rows import Windows
 from dspark.target.state import LingCache
 
 __all__ = ["ArenaContext", "PromptCache", "fill_context", "fill_nextn", "hand_over"]
@@ -57,7 +58,7 @@ class PromptCache(_Pairs):
         super().__init__(caches.pairs)
         self.layer_ids, self._rows = layer_ids, 0
 
-    def begin(self, rows: int, window: int | None, device: torch.device) -> None:
+    def begin(self, rows: int, windows: Windows, device: torch.device) -> None:
         """A piece of ``rows`` positions follows."""
         self._rows = rows
 
