@@ -115,7 +115,8 @@ def fill_context(
         at = start + first + torch.arange(len(piece), device=taps.device)
         angles = at[:, None].float() * draft.inverse
         angles = torch.cat([angles, angles], -1)
-        rotary = angles.cos().to(rows.dtype)[None], angles.sin().to(rows.dtype)[None]
+        cos, sin = angles.cos() * draft.amplitude, angles.sin() * draft.amplitude
+        rotary = cos.to(rows.dtype)[None], sin.to(rows.dtype)[None]
         here = slice(start + first, start + first + len(piece))
         # a layer at a time: those of all layers together are ten times as wide as the rows
         for layer, weight in enumerate(draft.context.chunk(len(draft.layers))):
