@@ -136,9 +136,16 @@ def _bench_step(
 
     Example: dspark bench step --target ling-3.0-flash --tp 4 --routing experts:44
     """
-    _needs_gpu("dspark bench step", "dspark bench roofline gives the least time without one")
-    from dspark.bench.step import StepOptions
+    from dspark import kernels
+
+    needs = partial(
+        _needs_gpu, "dspark bench step", "dspark bench roofline gives the least time without one"
+    )
+    if not kernels.installed():
+        needs()
+    from dspark.bench.step import Settled, StepOptions
     from dspark.bench.step_report import compare, measure, print_comparison, print_report
+    from dspark.bench.targets import read_target
     from dspark.errors import ConfigError
 
     options = StepOptions(
@@ -159,6 +166,9 @@ def _bench_step(
             "--table runs its own drafts and accept lengths: leave out --ablate, --draft and "
             "--simulate-accept-length"
         )
+    # what is wrong with the options is said where there is no GPU, too
+    Settled.of(options, read_target(options.config))
+    needs()
     if table:
         report = compare(options)
         print_comparison(report)

@@ -1,5 +1,6 @@
 """`dspark bench step` as far as it goes without a GPU: options, and the floor of a NEXTN draft."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from dspark.bench.roofline import step_floor
 from dspark.bench.step import Settled, StepOptions
 from dspark.bench.targets import read_target
+from dspark.cli import main
 from dspark.errors import ConfigError
 from dspark.serving.graph.step import GraphStep
 from dspark.target.config import LingConfig
@@ -22,6 +24,32 @@ def test_a_nextn_draft_is_named_with_its_depth() -> None:
     for draft in ("nextn", "nextn:0", "nextn:16", "nextn:-1", "nextn:x", "mtp:5", "dspark:5"):
         with pytest.raises(ConfigError, match=f"nextn:N with N in 1..15, got '{draft}'"):
             StepOptions(config=Path("x"), draft=draft)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["qwen3-8b"], "dspark bench step needs a GPU; dspark bench roofline gives the least time"),
+        (["nosuch"], "target 'nosuch' is neither a config.json nor a shipped one"),
+        (["qwen3-8b", "--tp", "2"], "a dense target runs on one rank (--tp 1), got 2"),
+        (["qwen3-8b", "--tokens", "20"], "num_draft_tokens"),
+        (["qwen3-8b", "--table", "--ablate"], "--table runs its own drafts"),
+    ],
+)
+def test_a_wrong_option_is_named_before_the_missing_gpu(
+    options: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["dspark", "bench", "step", "--target", *options])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {said}")
+    assert error.count("\n") == 1
 
 
 FLASH = Path(__file__).parents[2] / "configs/targets/ling-3.0-flash.json"
