@@ -218,7 +218,9 @@ def _bench_roofline(
         for name, one in report["components"].items()
     ]
     rows.append(["sum", f"{report['total_mb']:,.1f}", f"{report['floor_us']:,.1f}"])
-    title = f"one rank of {tp}, {tokens} rows, {report['distinct_experts']:.1f} experts a layer"
+    title = f"one rank of {tp}, {tokens} rows"
+    if report["distinct_experts"]:
+        title += f", {report['distinct_experts']:.1f} experts a layer"
     print_table(title, ["", "MB", "us"], rows, note=f"at {bandwidth:.2f} TB/s")
     finish(report, as_json)
 

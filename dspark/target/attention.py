@@ -10,11 +10,14 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from dspark.errors import TargetError
 from dspark.target.rows import RowAttention
 
 __all__ = ["ATTENTION_NAME"]
 
 ATTENTION_NAME = "dspark_rows"
+_UNKNOWN = {"s_aux": "attention sinks", "softcap": "capped attention scores"}
+"""What layers hand over beside keys and values, and SDPA would leave out or does not do."""
 
 
 def _attention(
@@ -29,6 +32,11 @@ def _attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """What a transformers layer calls: the row path inside a decode, SDPA everywhere else."""
+    for key_word, what in _UNKNOWN.items():
+        if kwargs.get(key_word) is not None:
+            raise TargetError(
+                f"the target ({type(module).__name__}) has {what}, which no attention here computes"
+            )
     if row_cache is None:
         spoilt = None
         if apart is not None:

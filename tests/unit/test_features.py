@@ -272,11 +272,11 @@ def test_a_packed_pass_is_one_pass_off_the_cpu() -> None:
     assert asked[0].tolist() == [[0, 0, 1, 1, 1, 2]]
 
 
-def test_a_target_with_windows_wants_every_document_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = tiny_target()
+def test_a_target_with_windows_wants_every_document_by_itself() -> None:
     ids = torch.ones(1, 6, dtype=torch.int64)
-    assert target.packed_features(ids, LAYERS, torch.zeros_like(ids)) is not None
-    monkeypatch.setattr(target.config, "sliding_window", 4, raising=False)
+    # a Llama does not heed the key
+    plain = tiny_target(sliding_window=4)
+    assert plain.packed_features(ids, LAYERS, torch.zeros_like(ids)) is not None
+    kinds = ["full_attention", "sliding_attention"] * 3
+    target = tiny_target(family="qwen3", sliding_window=4, layer_types=kinds)
     assert target.packed_features(ids, LAYERS, torch.zeros_like(ids)) is None

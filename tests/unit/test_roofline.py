@@ -73,6 +73,9 @@ def test_the_command_prints_one_object_and_names_known_targets() -> None:
     done = runner.invoke(app, [*line, "--json"])
     assert done.exit_code == 0
     assert json.loads(done.stdout.splitlines()[-1])["ranks"] == 4
+    assert "experts a layer" in done.output
+    line = ["bench", "roofline", "--target", "smollm2-135m", "--bandwidth", "4.3"]
+    assert "experts" not in runner.invoke(app, line).output
     with pytest.raises(ConfigError, match=r"neither a config\.json nor a shipped one \(ling-3"):
         runner.invoke(app, ["bench", "roofline", "--target", "ling"], catch_exceptions=False)
 
