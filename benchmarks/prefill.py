@@ -17,7 +17,8 @@ import torch
 from ending import needs_gpu, run
 
 from dspark.bench.report import environment
-from dspark.bench.step import StepBench, StepOptions
+from dspark.bench.step import StepBench
+from dspark.bench.step_options import StepOptions, settle
 from dspark.decoding import DecodeParams
 from dspark.errors import ConfigError
 
@@ -33,12 +34,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    needs_gpu(Path(__file__).name)
     if options.count < 1:
         raise ConfigError(f"--count must be >= 1, got {options.count}")
-    bench = StepBench(
-        StepOptions(config=options.config, ranks=options.ranks, context=options.tokens)
-    )
+    asked = StepOptions(config=options.config, ranks=options.ranks, context=options.tokens)
+    settle(asked)
+    needs_gpu(Path(__file__).name)
+    bench = StepBench(asked)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(bench.config.vocab_size, (options.tokens,), generator=generator).tolist()
     taken: list[float] = []

@@ -17,7 +17,8 @@ import torch
 from ending import needs_gpu, run
 
 from dspark import provenance
-from dspark.bench.step import StepBench, StepOptions
+from dspark.bench.step import StepBench
+from dspark.bench.step_options import StepOptions, settle
 from dspark.decoding import DecodeParams
 from dspark.errors import ConfigError
 from dspark.serving.graph.step import GraphStep
@@ -36,9 +37,9 @@ def small() -> GraphStep:
     return step
 
 
-def large(config: Path, ranks: int) -> GraphStep:
+def large(options: StepOptions) -> GraphStep:
     """One rank of true shape behind random caches."""
-    bench = StepBench(StepOptions(config=config, ranks=ranks))
+    bench = StepBench(options)
     bench.step.capture()
     bench.start()
     return bench.step
@@ -73,10 +74,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--count", type=int, default=10_000)
     args = parser.parse_args()
-    needs_gpu(Path(__file__).name)
     if args.count < 2:
         raise ConfigError(f"--count must be >= 2, got {args.count}: the first is what others are")
-    step = large(args.config, args.ranks) if args.config else small()
+    options = StepOptions(config=args.config, ranks=args.ranks) if args.config else None
+    if options is not None:
+        settle(options)
+    needs_gpu(Path(__file__).name)
+    step = small() if options is None else large(options)
     wrong, seconds = replay(step, args.count)
     print(f"{args.count} replays, {wrong} differ from the first, {seconds:.1f} s")
     commit = provenance.collect()["git_commit"]

@@ -16,6 +16,7 @@ import torch
 from ending import run
 from torch import Tensor
 
+from dspark.bench.bootstrap import interval, resampled
 from dspark.errors import DataError
 
 RESAMPLES = 5000
@@ -36,17 +37,18 @@ def read(paths: list[Path]) -> dict[str, dict[int, dict[Key, dict]]]:  # type: i
 
 
 def macro(
-    rows: dict[Key, dict],  # type: ignore[type-arg]
+    runs: list[dict[Key, dict]],  # type: ignore[type-arg]  # N of them
     keys: list[Key],
-    picks: dict[Key, Tensor],
-) -> Tensor:  # [R + 1] float64: of the prompts as they are, then of each resample
-    """Mean over sets of the pooled accept length."""
+) -> Tensor:  # [N, R + 1] float64: of the prompts as they are, then of each resample
+    """Mean over sets of the pooled accept length; all runs have the same prompts drawn."""
+    generator = torch.Generator().manual_seed(0)
     parts = []
     for key in keys:
-        counts = torch.tensor(rows[key]["prompts"], dtype=torch.float64)[:, :2]
-        sums = torch.cat([counts.sum(0, keepdim=True), counts[picks[key]].sum(1)])
-        parts.append(sums[:, 1] / sums[:, 0])
-    return torch.stack(parts).mean(0)
+        each = [torch.tensor(rows[key]["prompts"], dtype=torch.float64)[:, :2] for rows in runs]
+        counts = torch.cat(each, -1)  # [P, 2N]
+        sums = torch.cat([counts.sum(0, keepdim=True), resampled(counts, generator, RESAMPLES)])
+        parts.append(sums[:, 1::2] / sums[:, ::2])
+    return torch.stack(parts).mean(0).T
 
 
 def main() -> None:
@@ -66,12 +68,6 @@ def main() -> None:
     some = {key: row for key, row in next(iter(base.values())).items() if key[0] != "all"}
     for temperature, width in sorted({key[1:] for key in some}):
         keys = [key for key in some if key[1:] == (temperature, width)]
-        generator = torch.Generator().manual_seed(0)
-        picks = {
-            key: torch.randint(n, (RESAMPLES, n), generator=generator)
-            for key in keys
-            for n in [len(some[key]["prompts"])]
-        }
         print(f"\nT={temperature:g}, {width} proposals a round; against {args.against}\n")
         print(
             f"| arm | seeds | {' | '.join(key[0] for key in keys)} | macro | difference "
@@ -86,11 +82,11 @@ def main() -> None:
             )
             if not shared:
                 continue
-            mine = torch.stack([macro(seeds[s], keys, picks) for s in shared]).mean(0)
-            theirs = torch.stack([macro(base[s], keys, picks) for s in shared]).mean(0)
+            both = macro([of[s] for of in (seeds, base) for s in shared], keys)
+            mine, theirs = (half.mean(0) for half in both.chunk(2))
             each = [sum(seeds[s][k]["accept_length"] for s in shared) / len(shared) for k in keys]
             gain = 100 * (mine / theirs - 1)
-            low, high = torch.quantile(gain[1:], torch.tensor([0.025, 0.975], dtype=torch.float64))
+            low, high = interval(gain[1:]) or (float("nan"),) * 2
             rated = [seeds[s].get(("all", temperature, width)) for s in shared]
             ece = " | "
             if all(rated):

@@ -9,7 +9,7 @@ import re
 import urllib.parse
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 __all__ = [
     "CaptureSettings",
@@ -29,8 +29,18 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what torch's generators take
 PositiveInt = Annotated[int, Field(ge=1)]
+Place = Annotated[str, Field(min_length=1)]
 
 _ROUTE = re.compile(r"/(chat/completions|completions|generate|models)$")
+
+
+def _drawn_or_greedy(temperature: float) -> float:
+    if 0 < temperature < 0.01:
+        raise ValueError("must be 0 (greedy), or from 0.01 to 2")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0.0, le=2.0), AfterValidator(_drawn_or_greedy)]
 
 
 class _Settings(BaseModel):
@@ -97,7 +107,7 @@ class SamplingSetting(_Settings):
     """One way to sample the target; several are mixed by weight, chosen per row."""
 
     weight: Annotated[float, Field(gt=0.0)] = 1.0
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 1.0
+    temperature: Temperature = 1.0
     """0 is greedy; else 0.01 or more, below which engines take another and logits overflow."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
@@ -105,13 +115,6 @@ class SamplingSetting(_Settings):
     min_p: Fraction = 0.0
     thinking: bool | None = None
     """Passed to the template as `enable_thinking`; None leaves it out."""
-
-    @field_validator("temperature")
-    @classmethod
-    def _is_drawn_or_greedy(cls, temperature: float) -> float:
-        if 0 < temperature < 0.01:
-            raise ValueError("must be 0 (greedy), or from 0.01 to 2")
-        return temperature
 
     @model_validator(mode="after")
     def _greedy_is_plain(self) -> Self:
@@ -125,7 +128,7 @@ class SampleSettings(_Settings):
 
     prompts: tuple[str, ...] = ()
     """Files, globs, folders, hub ids or names of public sets (`open-perfectblend`, …)."""
-    out: str = "outputs/responses.jsonl"
+    out: Place = "outputs/responses.jsonl"
     limit: PositiveInt | None = None
     """First N prompts only."""
     samples_per_prompt: PositiveInt = 1
@@ -252,7 +255,7 @@ class DataSettings(_Settings):
 class CaptureSettings(_Settings):
     """Responses to feature shards on disk."""
 
-    out: str = "outputs/features"
+    out: Place = "outputs/features"
     dtype: Literal["bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fn_all"] = "bfloat16"
     """float8_e4m3fn: taps in 8 bits with a scale for every state, the final state in bfloat16;
     float8_e4m3fn_all: that in 8 bits too."""
@@ -282,8 +285,9 @@ class LossSettings(_Settings):
     accept_length_focal: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight, inside L_acc, of the cross entropy of each block's first slot whose most likely token
     is not the data's; divided by the block size as the rest of L_acc."""
-    accept_length_temperature: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sharpen the target's distribution for L_acc only (for drafts served greedily)."""
+    accept_length_temperature: Annotated[float, Field(ge=0.01, le=1.0)] = 1.0
+    """Sharpen the target's distribution for L_acc only (for drafts served greedily); lower, its
+    logits would overflow."""
     decay: Annotated[float, Field(gt=0.0)] = 4.0
     """Slot weight exp(-k / decay), k from 0."""
     slot_weights: Literal["exponential", "survival"] = "exponential"
@@ -297,6 +301,13 @@ class LossSettings(_Settings):
     one_pass: bool = True
     """On a GPU: loss and gradient in one pass over the vocabulary, by kernels. False goes through
     autograd chunk by chunk, as CPUs do, at three times the time and memory."""
+
+    @model_validator(mode="after")
+    def _something_is_trained(self) -> Self:
+        names = ("ce_weight", "l1_weight", "confidence_weight", "accept_length_weight")
+        if not any(getattr(self, name) for name in names):
+            raise ValueError(f"{', '.join(names)} are all 0: give one of them a weight")
+        return self
 
     @model_validator(mode="after")
     def _ramp_ends_in_time(self) -> Self:
@@ -332,7 +343,7 @@ class TrackerSettings(_Settings):
 class TrainSettings(_Settings):
     """The optimisation run. A step is an optimizer step."""
 
-    output_dir: str = "outputs/train"
+    output_dir: Place = "outputs/train"
     features: Literal["online", "split", "offline"] = "online"
     """online: the target runs in this process; split: in others, on `target_devices`; offline:
     `data.shards`."""
@@ -413,7 +424,7 @@ class EvalSettings(_Settings):
     plain_tokens: PositiveInt = 32
     """Tokens of each prompt over which decoding without the draft is timed; its whole output is
     compared in any case."""
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    temperature: Temperature = 0.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     seed: Seed = 0
 

@@ -142,6 +142,8 @@ _WANTED = {
 }
 
 
+_COMMAND_LINE = "command line"
+"""What is blamed for a fault that the file alone does not have."""
 _MAY_HOLD_A_KEY = {"sample.endpoint": "@?#", "sample.api_key_env": "'"}
 """Settings whose wrong value is not shown if it holds one of these signs (a text is in quotes)."""
 
@@ -163,17 +165,43 @@ def _sentence(error: Any, source: str) -> str:
     return f"{source}: {dotted}: {message[0].lower()}{message[1:]}{shown}"
 
 
-def from_mapping(tree: dict[str, Any], source: str = "settings") -> Config:
-    """Check ``tree`` and build the settings.
+def from_mapping(
+    tree: dict[str, Any], source: str = "settings", over: dict[str, Any] | None = None
+) -> Config:
+    """Check ``tree`` with ``over`` (of the command line) in its places, and build the settings.
 
     Raises:
         ConfigError: one line for each fault, with its dotted path.
     """
     try:
-        # lax types would take "8" for 8 and True for 1: a quoted number is nearly always a mistake
-        return Config.model_validate(_listify(tree), strict=True)
+        return _checked(merge(tree, over or {}))
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(e, source) for e in error.errors())) from None
+        before = _faults(tree) if over else None
+        raise ConfigError(
+            "\n".join(
+                _sentence(e, source if before is None or _what(e) in before else _COMMAND_LINE)
+                for e in error.errors()
+            )
+        ) from None
+
+
+def _checked(tree: dict[str, Any]) -> Config:
+    # lax types would take "8" for 8 and True for 1: a quoted number is nearly always a mistake
+    return Config.model_validate(_listify(tree), strict=True)
+
+
+def _faults(tree: dict[str, Any]) -> list[tuple[Any, ...]]:
+    try:
+        _checked(tree)
+    except ValidationError as error:
+        return [_what(one) for one in error.errors()]
+    return []
+
+
+def _what(error: Any) -> tuple[Any, ...]:
+    """A fault as it is the same with and without an override beside it."""
+    value = error["input"]
+    return error["loc"], error["msg"], None if isinstance(value, dict | BaseModel) else value
 
 
 def _listify(value: Any) -> Any:
@@ -209,7 +237,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         # an override would take its place without a word
         if section in Config.model_fields and not isinstance(value, dict):
             raise ConfigError(f"{source}: section '{section}' must hold keys, got {value!r}")
-    return from_mapping(merge(tree, parse_overrides(overrides)), source)
+    return from_mapping(tree, source, parse_overrides(overrides))
 
 
 def dump(config: Config) -> str:

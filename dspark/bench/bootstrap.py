@@ -21,9 +21,11 @@ from dspark.decoding import Completion
 __all__ = [
     "Interval",
     "bootstrap_interval",
+    "interval",
     "intervals",
     "over_sets",
     "paired",
+    "resampled",
     "time_per_token_ms",
 ]
 
@@ -70,12 +72,18 @@ def _figures(sums: Tensor) -> dict[str, Tensor]:  # [..., C] -> [...] each
     }
 
 
-def _resampled(rows: Tensor, generator: torch.Generator) -> Tensor:  # [P, C] -> [R, C] sums
-    picks = torch.randint(len(rows), (_RESAMPLES, len(rows)), generator=generator)
+def resampled(
+    rows: Tensor,  # [P, C]
+    generator: torch.Generator,
+    resamples: int = _RESAMPLES,
+) -> Tensor:  # [R, C] sums
+    """What P prompts, drawn anew ``resamples`` times, add up to."""
+    picks = torch.randint(len(rows), (resamples, len(rows)), generator=generator)
     return torch.stack([column[picks].sum(1) for column in rows.T], -1)
 
 
-def _interval(values: Tensor) -> Interval:
+def interval(values: Tensor) -> Interval:  # of [R]
+    """Where 95% of the resamples lie."""
     known = values[values.isfinite()]
     if not len(known):
         return None
@@ -94,8 +102,8 @@ def bootstrap_interval(stats: Sequence[AcceptStats], *, seed: int = 0) -> Interv
     ).reshape(-1, 2)
     if len(rows) < 2:
         return None
-    sums = _resampled(rows, _generator(seed))
-    return _interval(sums[:, 0] / sums[:, 1])
+    sums = resampled(rows, _generator(seed))
+    return interval(sums[:, 0] / sums[:, 1])
 
 
 def intervals(runs: Sequence[PromptRun], *, seed: int = 0) -> dict[str, Interval]:
@@ -103,8 +111,8 @@ def intervals(runs: Sequence[PromptRun], *, seed: int = 0) -> dict[str, Interval
     rows = _columns([run for run in runs if run.drafted.stats.rounds])
     if len(rows) < 2:
         return dict.fromkeys(_figures(torch.ones(11)))
-    values = _figures(_resampled(rows, _generator(seed)))
-    return {name: _interval(one) for name, one in values.items()}
+    values = _figures(resampled(rows, _generator(seed)))
+    return {name: interval(one) for name, one in values.items()}
 
 
 def over_sets(sets: Mapping[str, Sequence[PromptRun]], *, seed: int = 0) -> dict[str, Any]:
@@ -115,10 +123,10 @@ def over_sets(sets: Mapping[str, Sequence[PromptRun]], *, seed: int = 0) -> dict
         return {"accept_length": 0.0, "interval": None}
     generator = _generator(seed)
     means = [float(_figures(rows.sum(0))["accept_length"]) for rows in groups]
-    drawn = [_figures(_resampled(rows, generator))["accept_length"] for rows in groups]
+    drawn = [_figures(resampled(rows, generator))["accept_length"] for rows in groups]
     return {
         "accept_length": sum(means) / len(means),
-        "interval": _interval(torch.stack(drawn).mean(0)) if _several(groups) else None,
+        "interval": interval(torch.stack(drawn).mean(0)) if _several(groups) else None,
     }
 
 
@@ -141,7 +149,7 @@ def paired(
 
 def _difference(groups: Sequence[Tensor], seed: int) -> dict[str, Any]:
     generator = _generator(seed)
-    drawn = [_gaps(_resampled(rows, generator)) for rows in groups]
+    drawn = [_gaps(resampled(rows, generator)) for rows in groups]
     points = [_gaps(rows.sum(0)) for rows in groups]
     found = {}
     for name in _COMPARED:
@@ -149,7 +157,7 @@ def _difference(groups: Sequence[Tensor], seed: int) -> dict[str, Any]:
         values = torch.stack([one[name] for one in drawn]).mean(0)
         found[name] = {
             "difference": point if point == point else None,
-            "interval": _interval(values) if _several(groups) else None,
+            "interval": interval(values) if _several(groups) else None,
         }
     return found
 

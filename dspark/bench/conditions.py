@@ -25,7 +25,7 @@ __all__ = ["DEFINITIONS", "Condition", "Evaluation", "check_thinking", "conditio
 
 log = logging.getLogger(__name__)
 
-DEFINITIONS = "dspark.eval/1"
+DEFINITIONS = "dspark.eval/2"
 """Of what the figures mean (`bench.evaluate`, `acceptance`): it goes up when one changes."""
 
 _OF_A_RUN = ("time", "command")

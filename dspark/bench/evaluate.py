@@ -11,8 +11,9 @@ Acceptance figures are those of `dspark.acceptance`. Beside them, per set and po
 - ``tokens_per_s``: new tokens / (prefill + decode time), with the draft.
 - ``confidence``, of all prompts together: how far the draft's confidence head can be believed, as
   `decoding.calibration` defines it, ``before`` as the head has it and ``after`` with the
-  checkpoint's temperatures (None without any). Told by replays, which no time above counts, and
-  which know the tokens of coupled noise only.
+  checkpoint's temperatures (None without any). Told by replays of whole blocks, which no time above
+  counts. None where a threshold cut blocks whose proposals were judged by rejection or as a block:
+  the whole ones would have given other tokens.
 - ``lossless``: every prompt's token ids are equal with and without the draft, to their ends. None
   where sampled proposals are judged by rejection or as a block: that keeps the distribution, not
   the tokens of a seed.

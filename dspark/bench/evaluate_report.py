@@ -32,6 +32,12 @@ def print_evaluation(report: Mapping[str, Any], *, file: TextIO | None = None) -
         ]
         columns = ("confidence", "as the head has it", "with sts_temperatures")
         print_table("Confidence, pooled", columns, lines, file=stream)
+    elif settings["confidence_threshold"] > 0 and settings["verification"] != "coupled":
+        print(
+            "confidence: not told. Its threshold cut blocks, and whole ones would have given other "
+            f"tokens under {settings['verification']} verification; leave the threshold out",
+            file=stream,
+        )
     counts = ", ".join(f"{n}: {rounds}" for n, rounds in enumerate(report["histogram"]) if rounds)
     print(f"rounds by tokens they added: {counts or 'none'}", file=stream)
     for line in _verdicts(report):

@@ -60,9 +60,9 @@ class ObjectiveOptions:
             raise ConfigError(f"vocabulary must be >= 2, got {self.vocabulary}")
         if self.distance not in ("l1", "lk_hybrid", "nla"):
             raise ConfigError(f"distance must be l1, lk_hybrid or nla, got '{self.distance}'")
-        if not 0 < self.accept_temperature <= 1:
+        if not 0.01 <= self.accept_temperature <= 1:
             raise ConfigError(
-                f"accept temperature must be in (0, 1], got {self.accept_temperature}"
+                f"accept temperature must lie in 0.01..1, got {self.accept_temperature}"
             )
 
 

@@ -113,8 +113,13 @@ def _plain(
 def _outcomes(
     target: Target, draft: Draft, ids: Sequence[int], done: Completion, params: DecodeParams
 ) -> Outcomes | None:
-    """None without a confidence head, or a round that shows it."""
-    if isinstance(draft, NextNDraft) or draft.confidence_head is None or not comparable(params):
+    """None without a confidence head, or a round that shows it.
+
+    Nor where blocks were cut and the tokens are the draft's own: what whole blocks would have kept
+    is not known then.
+    """
+    cut = params.confidence_threshold > 0 and not comparable(params)
+    if isinstance(draft, NextNDraft) or draft.confidence_head is None or cut:
         return None
     rounds: list[Outcomes] = []
     whole = replace(params, confidence_threshold=0.0)

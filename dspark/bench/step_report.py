@@ -1,22 +1,18 @@
 """The tables of `dspark bench step`: times, floor, breakdown, ablation, memory."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dspark.bench.ablations import ABLATIONS, OF_LING
 from dspark.bench.report import environment, print_table
-from dspark.bench.step import Settled, StepBench, StepOptions, exchange_us
-from dspark.bench.targets import read_target
+from dspark.bench.step import StepBench, exchange_us
+from dspark.bench.step_options import StepOptions, check, of_table
 from dspark.kernels.read_stream import read_bandwidth
 from dspark.target.config import LingConfig
-from dspark.target.sizes import Routing
 
-__all__ = ["TABLE", "compare", "measure", "print_comparison", "print_report"]
+__all__ = ["compare", "measure", "print_comparison", "print_report"]
 
-TABLE = (("none", 1.0), ("nextn:5", 3.25), ("dspark", 6.6))
-"""Drafts of the published comparison, with the accept lengths that are simulated for them."""
 _UNCOUNTED = ("embedding", "norms", "proposals", "accept")
 """Components that read next to nothing: time without a floor."""
 
@@ -28,10 +24,7 @@ def measure(options: StepOptions, *, ablate: bool = False) -> dict[str, Any]:
         ConfigError: no GPU, or an option that does not fit the target.
         RunError: a step gave no result.
     """
-    config = read_target(options.config)
-    rows = 1 + Settled.of(options, config).proposals
-    if isinstance(config, LingConfig):
-        Routing.parse(options.routing).check(config, rows)
+    check(options)
     bench = StepBench(options)
     bandwidth = read_bandwidth(bench.device)
     floor = bench.floor(bandwidth)
@@ -67,16 +60,16 @@ def measure(options: StepOptions, *, ablate: bool = False) -> dict[str, Any]:
     }
     if ablate:
         names = [
-            name for name in ABLATIONS if isinstance(config, LingConfig) or name not in OF_LING
+            name
+            for name in ABLATIONS
+            if isinstance(bench.config, LingConfig) or name not in OF_LING
         ]
         report["ablation"] = {name: bench.ablate(name).summary() for name in names}
     return report
 
 
 def compare(options: StepOptions) -> dict[str, Any]:
-    """Plain decoding, NEXTN and DSpark over one set of weights: the drafts of `TABLE`.
-
-    ``options`` say the rest; its rows of a step are those of the DSpark draft.
+    """Plain decoding, NEXTN and DSpark over one set of weights; ``options`` say the rest.
 
     Raises:
         ConfigError: no GPU, or an option that does not fit the target.
@@ -84,17 +77,8 @@ def compare(options: StepOptions) -> dict[str, Any]:
     """
     rows: list[dict[str, Any]] = []
     bench, bandwidth = None, 0.0
-    config = read_target(options.config)
-    ling = isinstance(config, LingConfig)
-    bare = replace(options, num_draft_tokens=None, draft_config=None, block_size=None)
-    every = [
-        replace(options if draft == "dspark" else bare, draft=draft, accept_length=accept_length)
-        for draft, accept_length in TABLE
-        if ling or not draft.startswith("nextn")
-    ]
-    most = 1 + max(Settled.of(mine, config).proposals for mine in every)
-    if isinstance(config, LingConfig):
-        Routing.parse(options.routing).check(config, most)
+    every = of_table(options)
+    check(*every)
     for mine in every:
         bench = StepBench(mine, bench, with_nextn=True)
         bandwidth = bandwidth or read_bandwidth(bench.device)

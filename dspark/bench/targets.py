@@ -10,10 +10,26 @@ from dspark.target import HFTarget
 from dspark.target.config import LingConfig, is_ling
 from dspark.target.families import DenseShape, unsupported_dense
 
-__all__ = ["dense_target", "read_target"]
+__all__ = ["dense_target", "read_target", "target_config"]
 
 _SPREAD = 0.02
 """Of random weights, as transformers begins a training with."""
+
+
+def target_config(name: str) -> Path:
+    """A config.json by path, or by the name of one that the repository carries.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if Path(name).exists():
+        return Path(name)
+    shipped = Path(__file__).parents[2] / "configs" / "targets"
+    file = shipped / f"{name}.json"
+    if file.is_file():
+        return file
+    known = ", ".join(sorted(one.stem for one in shipped.glob("*.json"))) or "none found"
+    raise ConfigError(f"target '{name}' is neither a config.json nor a shipped one ({known})")
 
 
 def read_target(path: Path) -> LingConfig | DenseShape:

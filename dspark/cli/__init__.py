@@ -5,6 +5,7 @@ has saved (run it again to go on), 130 interrupted.
 """
 
 import os
+import signal
 import sys
 from typing import Any
 
@@ -18,6 +19,8 @@ from dspark.errors import DSparkError, unwritable, wanted
 __all__ = ["app", "main"]
 
 _INTERRUPTED = 130
+_GO_ON = ("prepare", "sample", "capture", "train", "demo")
+"""Commands that keep what was done; `eval` does with --out."""
 # typer's own copy of click's class in new releases, click's in old ones
 _UsageError: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
@@ -42,12 +45,11 @@ models.register(app)
 def main() -> None:
     """Run the command line and exit with its code; users' mistakes end in one sentence."""
     set_up()
-    interrupted = "interrupted; the same command goes on where this one stopped"
     try:
         code = app(standalone_mode=False)
         if code == _INTERRUPTED:
             # new releases of typer catch the signal themselves
-            print(interrupted, file=sys.stderr)
+            _interrupted()
     except DSparkError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -59,7 +61,7 @@ def main() -> None:
         error.show(file=sys.stderr)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print(interrupted, file=sys.stderr)
+        _interrupted()
         code = _INTERRUPTED
     except BrokenPipeError:
         # the reader of our output has left, which is its right
@@ -73,6 +75,18 @@ def main() -> None:
         code = refused.exit_code
     _forgive_log()
     sys.exit(code)
+
+
+def _interrupted() -> None:
+    """Say what the same command would do, and take a second Ctrl-C as an end at once.
+
+    Python would be aborted by it: the threads that it waits for at its end are then taken for done.
+    """
+    signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    kept = name in _GO_ON or (name == "eval" and any(one.startswith("--out") for one in sys.argv))
+    again = "goes on where this one stopped" if kept else "starts anew"
+    print(f"interrupted; the same command {again}", file=sys.stderr)
 
 
 def _forgive_log() -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConfigFile",
-    "Dtype",
     "Json",
     "Overrides",
     "finish",
@@ -34,7 +33,6 @@ ConfigFile = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Override settings.")
 ]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
 
 
 def set_up() -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dspark.cli.common import Dtype, Json, finish, override, read_config
+from dspark.cli.common import Json, finish, override, read_config
 
 __all__ = ["Format", "register"]
 
@@ -31,7 +31,9 @@ def _export(
     run: Annotated[Path, typer.Argument(help="Run directory or checkpoint-<step>.")],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     target: Annotated[str, typer.Option(help="The target it was trained for.")] = "smollm2-135m",
-    dtype: Dtype = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, bfloat16 or float32; none: as it was trained for.")
+    ] = None,
     weights: Annotated[
         Literal["best", "raw", "ema"],
         typer.Option(
@@ -49,12 +51,14 @@ def _export(
         ),
     ] = None,
     calibrate_limit: Annotated[
-        int, typer.Option(min=2, help="First N prompts of each file.")
-    ] = 128,
+        int | None, typer.Option(min=2, help="First N prompts of each file; none: 128.")
+    ] = None,
     calibrate_temperature: Annotated[
-        float,
-        typer.Option(min=0.0, max=2.0, help="Of their answers; what will be served. 0: greedy."),
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            min=0.0, max=2.0, help="Of their answers; what will be served. 0 or none: greedy."
+        ),
+    ] = None,
     check: Annotated[bool, typer.Option(help="Reload in a clean process and re-measure.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace a foreign directory.")] = False,
     as_json: Json = False,
@@ -65,13 +69,20 @@ def _export(
     """
     from dspark.bench.evaluate import encode_sets
     from dspark.bench.prompt_sets import read_sets
+    from dspark.errors import ConfigError
     from dspark.export.calibrate import Calibration
     from dspark.export.card import CardFacts
     from dspark.export.hf import export_draft
+    from dspark.export.source import target_dtype
     from dspark.target import load, load_tokenizer
 
+    given = {"--calibrate-limit": calibrate_limit, "--calibrate-temperature": calibrate_temperature}
+    for option, value in given.items():
+        if calibrate is None and value is not None:
+            raise ConfigError(f"{option} {value} is for --calibrate; give that too")
     prompts = {} if calibrate is None else read_sets([calibrate])
 
+    dtype = target_dtype(run) if dtype is None else dtype
     config = read_config(
         None, None, override("target.path", target), override("target.dtype", dtype)
     )
@@ -79,11 +90,11 @@ def _export(
     loaded = load(config.target)
     calibration = None
     if calibrate is not None:
-        encoded, _ = encode_sets(loaded, tokenizer, prompts, calibrate_limit)
+        encoded, _ = encode_sets(loaded, tokenizer, prompts, calibrate_limit or 128)
         calibration = Calibration(
             prompt_ids=[ids for one in encoded.values() for ids in one],
             name=", ".join(encoded),
-            temperature=calibrate_temperature,
+            temperature=calibrate_temperature or 0.0,
         )
     record = export_draft(
         run,
@@ -104,8 +115,10 @@ def _export(
     if found := record.get("calibration"):
         before, after = (100 * found[when]["survival"]["ece"] for when in ("before", "after"))
         print(
-            f"confidence calibrated on {found['rounds']} rounds of {found['num_prompts']} prompts: "
-            f"error of survival {before:.1f}% before, {after:.1f}% after"
+            f"confidence temperatures fitted on {found['rounds']} rounds of "
+            f"{found['num_prompts']} prompts: error of survival {before:.1f}% before, "
+            f"{after:.1f}% after"
+            + ("" if found["gains"] else "; not written, for they do not gain")
         )
     finish(record, as_json)
 

@@ -12,10 +12,14 @@ __all__ = ["register"]
 
 
 def _inspect(
-    path: Annotated[Path, typer.Argument(help="config.json, or a directory that holds one.")],
+    path: Annotated[
+        Path,
+        typer.Argument(help="config.json, a directory that holds one, or ling-3.0-flash, …"),
+    ],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     verify_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows of a verify step; may be repeated.")
+        list[int] | None,
+        typer.Option(min=1, max=16, help="Rows of a verify step; may be repeated."),
     ] = None,
     routing: Annotated[
         str | None, typer.Option(help="independent (default), overlap:SHARE or experts:N.")
@@ -40,7 +44,7 @@ def _inspect(
 
     Of a directory of feature shards: its rows, tokens, bytes and what they were captured from.
 
-    Example: dspark inspect configs/targets/ling-3.0-flash.json --tp 4 --verify-tokens 9
+    Example: dspark inspect ling-3.0-flash --tp 4 --verify-tokens 9
     """
     from dspark.corpus import inspect_features
 
@@ -55,7 +59,9 @@ def _inspect(
         raise ConfigError(f"--verify is for feature shards, and {path} holds none")
     from dspark.bench.inspect import inspect
     from dspark.bench.report import print_table
+    from dspark.bench.targets import target_config
 
+    path = target_config(str(path))
     report = inspect(
         path,
         ranks=tp,

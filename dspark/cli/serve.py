@@ -146,13 +146,12 @@ def _bench_step(
 
     Example: dspark bench step --target ling-3.0-flash --tp 4 --routing experts:44
     """
-    _needs_gpu("dspark bench step", "dspark bench roofline gives the least time without one")
-    from dspark.bench.step import StepOptions
-    from dspark.bench.step_report import compare, measure, print_comparison, print_report
+    from dspark.bench.step_options import StepOptions, check, of_table
+    from dspark.bench.targets import target_config
     from dspark.errors import ConfigError
 
     options = StepOptions(
-        config=_target_config(target),
+        config=target_config(target),
         ranks=tp,
         draft=draft,
         draft_config=draft_config,
@@ -169,6 +168,10 @@ def _bench_step(
             "--table runs its own drafts and accept lengths: leave out --ablate, --draft and "
             "--simulate-accept-length"
         )
+    check(*(of_table(options) if table else [options]))
+    _needs_gpu("dspark bench step", "dspark bench roofline gives the least time without one")
+    from dspark.bench.step_report import compare, measure, print_comparison, print_report
+
     if table:
         report = compare(options)
         print_comparison(report)
@@ -203,9 +206,9 @@ def _bench_roofline(
 
     from dspark.bench.report import print_table
     from dspark.bench.roofline import roofline
-    from dspark.bench.targets import read_target
+    from dspark.bench.targets import read_target, target_config
 
-    config = read_target(_target_config(target))
+    config = read_target(target_config(target))
     if bandwidth is None:
         _needs_gpu("measuring the bandwidth", "give --bandwidth, in TB/s")
         from dspark.kernels.read_stream import read_bandwidth
@@ -225,7 +228,9 @@ def _bench_roofline(
         for name, one in report["components"].items()
     ]
     rows.append(["sum", f"{report['total_mb']:,.1f}", f"{report['floor_us']:,.1f}"])
-    title = f"one rank of {tp}, {tokens} rows, {report['distinct_experts']:.1f} experts a layer"
+    title = f"one rank of {tp}, {tokens} rows"
+    if report["distinct_experts"]:
+        title += f", {report['distinct_experts']:.1f} experts a layer"
     print_table(title, ["", "MB", "us"], rows, note=f"at {bandwidth:.2f} TB/s")
     finish(report, as_json)
 
@@ -249,26 +254,25 @@ def _bench_objective(
 
     Example: dspark bench objective --anchors 512 --json
     """
+    from dspark.bench.objective import ObjectiveOptions, measure, print_report
+
+    options = ObjectiveOptions(
+        anchors=anchors,
+        block_size=block_size,
+        vocabulary=vocabulary,
+        hidden=hidden,
+        rank=rank,
+        chunk_blocks=chunk_blocks,
+        distance=distance,
+        accept_temperature=accept_temperature,
+        repeats=repeats,
+        seed=seed,
+    )
     _needs_gpu(
         "dspark bench objective",
         "there the trainer takes kernels, elsewhere the chunked form",
     )
-    from dspark.bench.objective import ObjectiveOptions, measure, print_report
-
-    report = measure(
-        ObjectiveOptions(
-            anchors=anchors,
-            block_size=block_size,
-            vocabulary=vocabulary,
-            hidden=hidden,
-            rank=rank,
-            chunk_blocks=chunk_blocks,
-            distance=distance,
-            accept_temperature=accept_temperature,
-            repeats=repeats,
-            seed=seed,
-        )
-    )
+    report = measure(options)
     print_report(report)
     finish(report, as_json)
 
@@ -307,20 +311,6 @@ def _needs_gpu(what: str, instead: str) -> None:
         raise ConfigError(f"{what} needs a GPU; {instead}")
     if not kernels.installed():
         raise MissingPackageError(f"{what} needs triton: pip install 'dspark[gpu]'")
-
-
-def _target_config(name: str) -> Path:
-    """A config.json by path, or by the name of one that the repository carries."""
-    from dspark.errors import ConfigError
-
-    if Path(name).exists():
-        return Path(name)
-    shipped = Path(__file__).parents[2] / "configs" / "targets"
-    file = shipped / f"{name}.json"
-    if file.is_file():
-        return file
-    known = ", ".join(sorted(one.stem for one in shipped.glob("*.json"))) or "none found"
-    raise ConfigError(f"target '{name}' is neither a config.json nor a shipped one ({known})")
 
 
 def _demo(

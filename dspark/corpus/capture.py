@@ -119,7 +119,7 @@ def _capture(
         for number, part in enumerate(names):
             present.append(store.present_shard(out, number, part))
             bar.advance(1)
-    going_on.check_plan(out, names, present)
+    going_on.check_plan(out, names, present, settings.shard_bytes)
     missing = sum(
         len(rows[i].input_ids)
         for part, found in zip(plan, present, strict=True)

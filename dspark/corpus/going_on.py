@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dspark import provenance
 from dspark.corpus.feature_store import OpenShard
-from dspark.corpus.store import Shard, is_planned
+from dspark.corpus.store import Shard, is_planned, shard_name
 from dspark.errors import CheckpointError, ConfigError, RunError
 
 __all__ = ["check_plan", "writing"]
@@ -43,30 +43,47 @@ def writing(directory: Path) -> Iterator[None]:
 
 
 def check_plan(
-    directory: Path, names: Sequence[Sequence[str]], present: Sequence[Shard | None]
+    directory: Path,
+    names: Sequence[Sequence[str]],
+    present: Sequence[Shard | None],
+    shard_bytes: int,
 ) -> None:
-    """Refuse to replace shards that hold rows which this capture would not write.
+    """Refuse to replace shards that hold rows which this capture would not write, or elsewhere.
 
     Args:
         names: `store.row_key` of the rows of every planned shard.
         present: of every planned shard, the one that is kept.
 
     Raises:
-        ConfigError: names the shard and a row that would be lost.
+        ConfigError: names the shard and a row that would be lost, or computed again for another
+            shard.
     """
     planned = {key for part in names for key in part}
     kept = {shard.file for shard in present if shard is not None}
-    for number, path in enumerate(sorted(directory.glob("shard-*.safetensors"))):
-        if path.name in kept or (number < len(names) and is_planned(path, names[number])):
+    plan = {shard_name(number): part for number, part in enumerate(names)}
+    for path in sorted(directory.glob("shard-*.safetensors")):
+        part = plan.get(path.name)
+        if path.name in kept or (part is not None and is_planned(path, part)):
             continue
+        moved = False
         try:
-            lost = [key for key in OpenShard.open(path).row_keys() if key not in planned]
+            held = OpenShard.open(path).row_keys()
+            lost = [key for key in held if key not in planned]
+            # more rows may have come to the last shard; the others stay what they were
+            moved = not set(held) <= set(part or ())
         except CheckpointError:
             # damaged: one of the plan's is written in its place
-            lost = [] if number < len(names) else ["what cannot be read"]
+            lost = [] if part is not None else ["what cannot be read"]
         if lost:
             raise ConfigError(
                 f"capture.out '{directory}' holds features of other rows, which this run would "
                 f"delete ({path.name}: {lost[0].rpartition(' ')[0] or lost[0]}): choose another "
                 "directory, or delete this one"
+            )
+        if moved:
+            raise ConfigError(
+                f"capture.out '{directory}' has the same rows in shards that were cut otherwise "
+                f"({path.name}), which this run would compute again: give back the order of the "
+                f"rows and the capture.shard_bytes it was made with (it is {shard_bytes} now), "
+                "or choose another directory"
             )

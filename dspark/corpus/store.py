@@ -53,6 +53,7 @@ __all__ = [
     "row_bytes",
     "row_key",
     "save_row",
+    "shard_name",
     "start",
     "write_quarantine",
     "write_shard",
@@ -155,7 +156,7 @@ def write_shard(
     bad: Sequence[BadRow],
 ) -> Shard:
     """Write one shard of rows, for a ``plan`` of row keys of which ``bad`` are left out."""
-    path = directory / _name(index)
+    path = directory / shard_name(index)
     _save(path, rows, plan=_plan_hash(plan), skipped=json.dumps([asdict(one) for one in bad]))
     return describe(path)
 
@@ -170,7 +171,7 @@ def present_shard(directory: Path, index: int, plan: Sequence[str]) -> Shard | N
 
     It is read whole, and its checksum compared: a damaged one counts as missing.
     """
-    path = directory / _name(index)
+    path = directory / shard_name(index)
     try:
         if MappedFile(path).metadata.get("plan") != _plan_hash(plan):
             return None
@@ -274,7 +275,8 @@ def _skipped(file: MappedFile) -> list[BadRow]:
     return [BadRow(one, "") if isinstance(one, str) else BadRow(**one) for one in found]
 
 
-def _name(index: int) -> str:
+def shard_name(index: int) -> str:
+    """File of the shard of this number."""
     return f"shard-{index:05d}.safetensors"
 
 

@@ -15,17 +15,25 @@ next: `of_round` gives every round a seed of its own.
 Symbols: n proposals, V vocabulary; ... are sequences that are judged together.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from dspark.decoding.rejection import replacements
+from dspark.decoding.sampling import SamplingParams
 
-__all__ = ["judge_block", "of_round", "pass_chances"]
+__all__ = ["judge_block", "of_round", "params_of_round", "pass_chances"]
 
 
 def of_round(seed: int | Tensor, position: int | Tensor) -> Tensor:  # int64
     """Seed of the round whose anchor stands at ``position``."""
     return torch.as_tensor(seed) + ((torch.as_tensor(position) + 1) << 32)
+
+
+def params_of_round(params: SamplingParams, position: int) -> SamplingParams:
+    """``params`` with the seed of the round whose anchor stands at ``position``."""
+    return replace(params, seed=int(of_round(params.seed, position)))
 
 
 def pass_chances(

@@ -9,13 +9,13 @@ anchor, the token at position s, which is emitted but not yet consumed by either
 Symbols: S positions, n proposals, F tapped layers, D hidden.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from dspark.decoding.block_verification import judge_block, of_round
+from dspark.decoding.block_verification import judge_block, params_of_round
 from dspark.decoding.logprobs import Logprob, logprobs_of
 from dspark.decoding.nextn import NextNDraft, NextNProposer
 from dspark.decoding.prefix import PrefixCache, PromptContext, read_prompt
@@ -168,7 +168,7 @@ class ReferenceStep:
     def _params_of_round(self) -> SamplingParams:
         if self._rule != "block":
             return self.params
-        return replace(self.params, seed=int(of_round(self.params.seed, self.position)))
+        return params_of_round(self.params, self.position)
 
     def _features(self, rows: Rows) -> Tensor:
         if not self._of_hidden:

@@ -4,6 +4,10 @@ Decoding is lossless, so with the same prompt and seed every draft walks the sam
 rounds differ. Which proposals a round would keep can therefore be told without asking the target
 again: one forward pass gives the taps, the rest is the draft's own work. On a CPU this is several
 times faster than decoding, and the counts are those of `decode`.
+
+Where sampled proposals are judged by rejection or as a block, the tokens are the draft's own: only
+the draft and settings that gave an output can be walked along it. A proposal that was not kept is
+not what stands in its place, so equality tells there too.
 """
 
 from collections.abc import Sequence
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark.acceptance import AcceptStats
+from dspark.decoding.block_verification import params_of_round
 from dspark.decoding.calibration import Outcomes
 from dspark.decoding.loop import DecodeParams
 from dspark.decoding.proposer import BlockProposer, draft_limit
@@ -51,7 +56,10 @@ def replay(
     budget = min(params.max_new_tokens, room)
     proposer.extend(taps[: len(prompt_ids)])
     anchor = 0
+    by_round = params.verification == "block" and not params.sampling.greedy
     while anchor < len(output) - 1:
+        if by_round:
+            proposer.params = params_of_round(params.sampling, len(prompt_ids) + anchor)
         proposals = proposer.propose(output[anchor], min(limit, budget - anchor - 2))
         known = output[anchor + 1 : anchor + 1 + len(proposals)]
         kept = int((proposals[: len(known)] == known).cumprod(0).sum())

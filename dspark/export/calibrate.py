@@ -52,7 +52,8 @@ class Fitted:
     temperatures: tuple[float, ...]
     """One a slot of the block."""
     report: dict[str, Any]
-    """Figures ``before`` and ``after``, and what they were measured on."""
+    """Figures ``before`` and ``after``, what they were measured on, and whether the second
+    ``gains``: only then are the temperatures worth writing."""
 
 
 def calibrate(draft: DSparkDraftModel, target: Target, asked: Calibration) -> Fitted:
@@ -83,10 +84,12 @@ def calibrate(draft: DSparkDraftModel, target: Target, asked: Calibration) -> Fi
     # a block of 16 verifies 15 proposals at most
     rest = draft.block_size - len(fitted)
     before, after = measures(whole), measures(Outcomes.together(crossed))
-    if after["survival"]["brier"] >= before["survival"]["brier"]:
+    gains = after["survival"]["brier"] < before["survival"]["brier"]
+    if not gains:
         log.warning(
             "--calibrate: on prompts that they were not fitted on, the temperatures tell survival "
-            "no better than none (Brier %.4f, %.4f without): give more prompts, or leave it out",
+            "no better than none (Brier %.4f, %.4f without), so they are not written: give more "
+            "prompts, or leave it out",
             after["survival"]["brier"],
             before["survival"]["brier"],
         )
@@ -98,6 +101,7 @@ def calibrate(draft: DSparkDraftModel, target: Target, asked: Calibration) -> Fi
             "rounds": rounds,
             "temperature": asked.temperature,
             "max_new_tokens": asked.max_new_tokens,
+            "gains": gains,
             "before": before,
             "after": after,
         },

@@ -247,7 +247,9 @@ def _calibration(found: Mapping[str, Any] | None) -> str:
         f"{found['rounds']} rounds of {found['num_prompts']} prompts ({found['prompts']}; "
         f"sampling temperature {found['temperature']:g}, {found['max_new_tokens']} new tokens at "
         "most). Each half of the prompts is judged by temperatures fitted on the other; figures "
-        "are means over slots, the calibration error over 20 bins.\n\n"
+        "are means over slots, the calibration error over 20 bins."
+        + ("" if found.get("gains", True) else " **They did not gain, so they were not written.**")
+        + "\n\n"
         + _table(("", "before", "after"), rows)
     )
 

@@ -75,8 +75,8 @@ def export_draft(
         facts: for the card, beside what the checkpoint tells.
         probe: prompts and figure of the check; None takes the trainer's (check.json in the
             checkpoint), and without one decodes fixed prompts with the unrounded weights first.
-        calibration: prompts to fit the confidence head's temperatures with; None keeps those that
-            an exported draft has.
+        calibration: prompts to fit the confidence head's temperatures with; None, or a fit that
+            does not gain, keeps those that an exported draft has.
         check: reload in a clean process and compare; False leaves it out, and the card says so.
         overwrite: replace a directory that holds files not written by an export.
 
@@ -104,8 +104,10 @@ def export_draft(
         if calibration is not None:
             # of the files: what is rounded there is what will be served
             fitted = calibrate(load_draft(aside, target=target), target, calibration)
-            shape.sts_temperatures, record["calibration"] = list(fitted.temperatures), fitted.report
-            _write_config(shape, aside, target, format)
+            record["calibration"] = fitted.report
+            if fitted.report["gains"]:
+                shape.sts_temperatures = list(fitted.temperatures)
+                _write_config(shape, aside, target, format)
         verdict = None
         if check:
             asked = probe or read.probe or _own_probe(read, target, tokenizer)

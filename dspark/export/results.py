@@ -17,13 +17,15 @@ def read_results(
 ) -> tuple[list[SetResult], dict[str, str]]:
     """A result for each prompt set, and how they came about; other outputs before the JSON may be.
 
+    Of several conditions all are taken, of several drafts the one of these weights.
+
     Raises:
         DataError: a file is no such JSON, or was measured with another draft.
     """
     results: list[SetResult] = []
     measured: dict[str, list[str]] = {}
-    for path in paths:
-        told = _last_object(path)
+    each = [(path, one) for path in paths for one in _reports(path, weights_sha256)]
+    for path, told in each:
         if not isinstance(told.get("settings"), dict) or not isinstance(told.get("sets"), dict):
             raise DataError(f"{path} is not what `dspark eval --json` prints: it has no sets")
         _check_draft(path, told, block_size, weights_sha256)
@@ -36,6 +38,23 @@ def read_results(
             if value not in measured.setdefault(name, []):
                 measured[name].append(value)
     return results, {name: "; ".join(values) for name, values in measured.items()}
+
+
+def _reports(path: Path, sha256: str) -> list[dict[str, Any]]:
+    """One a condition, each as a run of this draft alone would print it."""
+    told = _last_object(path)
+    found = []
+    conditions = told.get("conditions")
+    for one in conditions if isinstance(conditions, list) else [told]:
+        try:
+            drafts = list(one["drafts"].values()) if "drafts" in one else [one]
+            ours = next((each for each in drafts if each.get("draft_sha256") == sha256), drafts[0])
+            found.append({"environment": told.get("environment"), **ours})
+        except (TypeError, AttributeError, IndexError):
+            raise DataError(
+                f"{path} is not what `dspark eval --json` prints: a condition has no drafts"
+            ) from None
+    return found
 
 
 def _last_object(path: Path) -> dict[str, Any]:
@@ -95,6 +114,9 @@ def _sampling(settings: Mapping[str, Any]) -> str:
     words = ["greedy" if temperature == 0 else f"temperature {temperature}, top_p {top_p}"]
     if (thinking := settings.get("thinking")) is not None:
         words.append("thinking" if thinking else "no thinking")
+    rule = settings.get("verification", "coupled")
+    if temperature != 0 and rule != "coupled":
+        words.append(f"{rule} verification")
     return ", ".join(words)
 
 
@@ -102,14 +124,17 @@ def _how(told: Mapping[str, Any]) -> dict[str, str]:
     settings, made = told["settings"], told.get("environment") or {}
     packages = made.get("packages") or {}
     commit = str(made.get("git_commit") or "not known")[:12]
-    checks = told.get("lossless_checks") or {}
+    checks, same = told.get("lossless_checks") or {}, told.get("lossless")
     facts = {
         "most new tokens": settings.get("max_new_tokens"),
         "most proposals a round": settings.get("num_draft_tokens"),
         "confidence threshold": settings.get("confidence_threshold"),
         "seed": settings.get("seed"),
+        # None where sampled output is the draft's own and nothing else was compared
         "output with and without the draft": (
-            f"{'identical' if told.get('lossless') else 'NOT identical'} ({', '.join(checks)})"
+            None
+            if same is None
+            else f"{'identical' if same else 'NOT identical'} ({', '.join(checks)})"
         ),
         "hardware": ", ".join(made.get("gpus") or ()) or made.get("cpu"),
         "dspark": f"{made.get('dspark')}, commit {commit}",

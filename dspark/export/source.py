@@ -25,7 +25,7 @@ from dspark.export.tensors import AVERAGE_NAME, read_tensors
 from dspark.provenance import read_object
 from dspark.target import Target
 
-__all__ = ["Source", "Weights", "find_checkpoint", "read_source"]
+__all__ = ["Source", "Weights", "find_checkpoint", "read_source", "target_dtype"]
 
 Weights = Literal["best", "raw", "ema"]
 """Of a checkpoint: those that accepted more if it is the run's best, else raw; those of its step;
@@ -103,6 +103,18 @@ def read_source(
         draft = load_draft(path, target=target, dtype=torch.float32)
         return Source(draft=draft, path=path.resolve())
     return _read_checkpoint(find_checkpoint(path), target, weights)
+
+
+def target_dtype(source: Path) -> str:
+    """The target's `dtype` setting in the run that left ``source``; auto for an exported draft.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+    """
+    if _is_export(source):
+        return "auto"
+    settings = find_checkpoint(source.expanduser()) / "config.yaml"
+    return config_io.load(settings).target.dtype if settings.exists() else "auto"
 
 
 def _is_export(source: Path | str) -> bool:

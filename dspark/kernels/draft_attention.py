@@ -20,7 +20,7 @@ __all__ = ["draft_append", "draft_attend", "draft_combine", "draft_rotate"]
 
 @triton.jit
 def _append_kernel(
-    projected, norm_weights, inverse, keys, values, base, count, capacity, EPS,
+    projected, norm_weights, inverse, keys, values, base, count, capacity, EPS, AMPLITUDE,
     S: tl.constexpr, L: tl.constexpr, J: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
     BR: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +39,7 @@ def _append_kernel(
     dtype: tl.constexpr = keys.dtype.element_ty
     row = rows * WIDTH + (layer * 2 * J + head) * N
     key = turned_head(
-        projected, row, own, partner, rate, other, positions, n, EPS, 1.0,
+        projected, row, own, partner, rate, other, positions, n, EPS, AMPLITUDE,
         S, ROWS * WIDTH, N, True, dtype,
     )  # fmt: skip
     place = row[:, None] + J * N + n[None, :]
@@ -66,7 +66,7 @@ def _look(query, key, value, seen, peak, mass, mixed, SCALE, WIDE: tl.constexpr)
 
 @triton.jit
 def _rotate_kernel(
-    projected, q_norm, k_norm, inverse, block, context, EPS,
+    projected, q_norm, k_norm, inverse, block, context, EPS, AMPLITUDE,
     S: tl.constexpr, H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
     BR: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,8 @@ def _rotate_kernel(
     place = (head * ROWS + rows)[:, None] * N + n[None, :]
     if head < H + J:
         new = turned_head(
-            projected, row, own, partner, rate, other, tl.load(context) + rows, n, EPS, 1.0,
+            projected, row, own, partner, rate, other, tl.load(context) + rows, n, EPS,
+            AMPLITUDE,
             S, ROWS * WIDTH, N, True, dtype,
         )  # fmt: skip
     else:
@@ -180,6 +181,7 @@ def draft_append(
     base: Tensor,  # [1] int32, position of row 0
     count: Tensor,  # [1] int32, live rows
     eps: float,
+    amplitude: float = 1.0,
     block_rows: int = 4,
     warps: int = 4,
     pdl: bool | None = None,
@@ -208,6 +210,7 @@ def draft_append(
         )
     _append_kernel[(layers * heads, ROWS // block_rows)](
         projected, norm_weights, inverse, keys, values, base, count, capacity, eps,
+        amplitude,
         S=len(projected), L=layers, J=heads, N=size, NP=triton.next_power_of_2(size),
         BR=block_rows, ROWS=ROWS, num_warps=warps, **flags(projected, pdl),
     )  # fmt: skip
@@ -223,6 +226,7 @@ def draft_rotate(
     context: Tensor,  # [1] int32; slot k stands at context + k
     groups: int,  # J
     eps: float,
+    amplitude: float = 1.0,
     block_rows: int = 4,
     warps: int = 4,
     pdl: bool | None = None,
@@ -248,7 +252,7 @@ def draft_rotate(
             f"beside 2 x {groups} others, got {size}, {block_rows} and {every} heads"
         )
     _rotate_kernel[(every, ROWS // block_rows)](
-        projected, q_norm, k_norm, inverse, block, context, eps,
+        projected, q_norm, k_norm, inverse, block, context, eps, amplitude,
         S=len(projected), H=heads, J=groups, N=size, NP=triton.next_power_of_2(size),
         BR=block_rows, ROWS=ROWS, num_warps=warps, **flags(projected, pdl),
     )  # fmt: skip

@@ -3,6 +3,8 @@
 Symbols: D hidden, H query heads, J key/value heads, X head size, I inner width, V vocabulary.
 """
 
+from dspark.kernels.tiles import tile_for
+from dspark.serving.graph.dense import fused
 from dspark.target.base import PREFILL_ROWS
 from dspark.target.families import DenseShape
 from dspark.target.rows import MOST_ROWS as ROWS
@@ -21,7 +23,11 @@ def dense_scratch(shape: DenseShape) -> tuple[list[int], int, int]:
     outputs = [(heads + 2 * shape.num_key_value_heads) * size, hidden, hidden]
     # residual, norm and the one row of an arena without experts; queries and what they mix
     rows = 3 * hidden + shape.intermediate_size + 2 * heads * size
-    return outputs, rows, LANES * ROWS * heads * (size + 2) * _WIDE
+    total = LANES * ROWS * heads * (size + 2) * _WIDE
+    both = 2 * shape.intermediate_size
+    if not fused(hidden * shape.intermediate_size):
+        total += tile_for(both, hidden).splits * ROWS * both * _WIDE
+    return outputs, rows, total
 
 
 def dense_caches(shape: DenseShape, positions: int) -> int:

@@ -8,7 +8,7 @@ decoder's `norm`. A new family is a line in `FAMILIES`.
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FAMILIES", "DenseShape", "Family", "unsupported_dense"]
+__all__ = ["FAMILIES", "ROTATIONS", "DenseShape", "Family", "unsupported_dense"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ FAMILIES = {
 _REFUSED = {
     "qwen2": "Qwen2 adds biases to queries, keys and values, which no kernel does",
 }
-_ROTATIONS = ("default", "linear", "llama3", "yarn")
+ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Scalings whose frequencies do not depend on the length of what is read."""
 _LARGEST_HEAD = 256
 
@@ -108,8 +108,8 @@ def unsupported_dense(config: Any) -> str | None:
 def _unsupported_rotation(config: Any) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
-    if kind not in _ROTATIONS:
-        return f"its rope scaling '{kind}' is none of {', '.join(_ROTATIONS)}"
+    if kind not in ROTATIONS:
+        return f"its rope scaling '{kind}' is none of {', '.join(ROTATIONS)}"
     share = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
     if share not in (None, 1, 1.0):
         return f"its partial_rotary_factor is {share}, and the kernels rotate whole heads"

@@ -3,6 +3,7 @@
 Symbols: B batch, S positions, T rows, M sequences, D hidden, F tapped layers, V vocabulary.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from dspark.errors import TargetError
 from dspark.target.base import Features, Target, check_layer_ids, join_taps
 from dspark.target.lockstep import LockstepCache
-from dspark.target.rows import RowCache
+from dspark.target.rows import RowCache, Windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["HFTarget", "logit_transform"]
+__all__ = ["HFTarget", "attention_windows", "logit_transform"]
 
 
 class HFTarget(Target):
@@ -45,6 +46,7 @@ class HFTarget(Target):
             raise TargetError(f"target '{name}' has no linear output head")
         self._head = head
         self._finish = logit_transform(self.config)
+        self._windows = attention_windows(self.config)
         generation = getattr(model, "generation_config", None)
         self.eos_ids = frozenset(
             _ids(getattr(generation, "eos_token_id", None)) | _ids(self.config.eos_token_id)
@@ -61,11 +63,6 @@ class HFTarget(Target):
     def layers(self) -> nn.ModuleList:
         """Of the decoder."""
         return self._layers
-
-    @property
-    def _window(self) -> int | None:
-        window: int | None = getattr(self.config, "sliding_window", None)
-        return window
 
     @property
     def embed_weight(self) -> Tensor:  # [V, D]
@@ -91,7 +88,7 @@ class HFTarget(Target):
     def packed_features(
         self, input_ids: Tensor, layer_ids: Sequence[int], documents: Tensor
     ) -> Features | None:
-        if self._window is not None:  # a mask for each kind of layer would be needed
+        if self._windows:  # a mask for each kind of layer would be needed
             return None
         return self._features(input_ids, layer_ids, **_apart(documents.to(self.device)))
 
@@ -141,7 +138,7 @@ class HFTarget(Target):
         padded[:count] = input_ids
         out = self._decoder(
             input_ids=padded[None].to(self.device),
-            position_ids=cache.begin(self._window)[None],
+            position_ids=cache.begin(self._windows)[None],
             use_cache=False,
             row_cache=cache,
         )
@@ -151,7 +148,7 @@ class HFTarget(Target):
         self, cache: RowCache, input_ids: Tensor, count: int | None
     ) -> tuple[Tensor, Tensor]:
         rows = len(input_ids)
-        cache.begin(rows, self._window, self.device)
+        cache.begin(rows, self._windows, self.device)
         positions = cache.length + torch.arange(rows, device=self.device)
         with self._tapped(cache.layer_ids) as taken:
             out = self._decoder(
@@ -201,14 +198,19 @@ class HFTarget(Target):
 
 
 def _apart(documents: Tensor) -> dict[str, Tensor]:
-    """Mask [B, 1, S, S] and positions [B, S]: documents of a row do not see each other."""
+    """Mask [B, 1, S, S] and positions [B, S]: documents of a row do not see each other.
+
+    Our attention also gets the mask by a name of its own, for what is NaN under it.
+    """
     places = torch.arange(documents.shape[1], device=documents.device)
     same = documents[:, :, None] == documents[:, None, :]
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     first = torch.where(begins, places, 0).cummax(1).values
+    seen = same & (places[:, None] >= places)
     return {
-        "attention_mask": (same & (places[:, None] >= places))[:, None],
+        "attention_mask": seen[:, None],
+        "apart": seen,
         "position_ids": places - first,
     }
 
@@ -229,6 +231,18 @@ def _decoder_layers(decoder: nn.Module, count: int, name: str) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise TargetError(f"target '{name}': found no list of {count} decoder layers to tap")
+
+
+def attention_windows(config: Any) -> Windows:
+    """Of each layer of a model of ``config``; empty if none has one."""
+    window: int | None = getattr(config, "sliding_window", None)
+    # a config keeps keys that its model does not know, and does not heed
+    known = "sliding_window" in inspect.signature(type(config)).parameters
+    if window is None or not known:
+        return ()
+    kinds = getattr(config, "layer_types", None) or ["sliding"] * config.num_hidden_layers
+    windows = tuple(window if "sliding" in kind else None for kind in kinds)
+    return windows if any(windows) else ()
 
 
 def logit_transform(config: Any) -> Callable[[Tensor], Tensor]:

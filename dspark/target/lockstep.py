@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark.target.rows import CHUNK, RowCache, chunk_masks, padded_rows, row_attention
+from dspark.target.rows import CHUNK, RowCache, Windows, chunk_masks, padded_rows, row_attention
 
 __all__ = ["LockstepCache"]
 
@@ -41,7 +41,8 @@ class LockstepCache:
         self._capacity = -(-needed // CHUNK) * CHUNK
         self._keys: dict[int, Tensor] = {}  # layer -> [M, G, capacity, N] float32
         self._values: dict[int, Tensor] = {}
-        self._masks: list[Tensor] = []
+        self._masks: dict[int | None, list[Tensor]] = {}  # by window
+        self._windows: Windows = ()
         for layer in caches[0].layers:
             held = [cache.committed(layer) for cache in caches]
             for store, parts in zip(
@@ -52,13 +53,17 @@ class LockstepCache:
                 for row, part in zip(store[layer], parts, strict=True):
                     row[:, : part.shape[1]] = part
 
-    def begin(self, window: int | None) -> Tensor:
+    def begin(self, windows: Windows) -> Tensor:
         """Prepare the masks of a call; the rows' positions [R], the padding's 0."""
         groups = next(iter(self._keys.values())).shape[1]
-        self._masks = [
-            mask.repeat_interleave(groups, 0)[:, None]
-            for mask in chunk_masks(self.lengths, int(self.lengths.max()) + 1, window)
-        ]
+        end, self._windows = int(self.lengths.max()) + 1, windows
+        self._masks = {
+            window: [
+                mask.repeat_interleave(groups, 0)[:, None]
+                for mask in chunk_masks(self.lengths, end, window)
+            ]
+            for window in {*windows} or {None}
+        }
         return torch.nn.functional.pad(self.lengths, (0, self.rows - len(self.lengths)))
 
     def attend(
@@ -75,13 +80,14 @@ class LockstepCache:
         each = torch.arange(count, device=query.device)
         keys[each, :, self.lengths] = key[:, :count].transpose(0, 1).float()
         values[each, :, self.lengths] = value[:, :count].transpose(0, 1).float()
-        end = len(self._masks) * CHUNK
+        masks = self._masks[self._windows[layer] if self._windows else None]
+        end = len(masks) * CHUNK
         mine = query[:, :count].transpose(0, 1)[:, :, None].expand(count, heads, _ROWS, size)
         out = row_attention(
             mine.reshape(count * heads, _ROWS, size),
             keys[:, :, :end].flatten(0, 1),
             values[:, :, :end].flatten(0, 1),
-            self._masks,
+            masks,
             scaling,
         )
         padded = out.new_zeros(rows, heads, size)

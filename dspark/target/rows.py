@@ -19,6 +19,7 @@ __all__ = [
     "MOST_ROWS",
     "RowAttention",
     "RowCache",
+    "Windows",
     "chunk_masks",
     "padded_rows",
     "row_attention",
@@ -28,6 +29,8 @@ CHUNK = 256
 _TILES = (8, 16)
 MOST_ROWS = _TILES[-1]
 """Rows of the widest step."""
+Windows = tuple[int | None, ...]
+"""Of each layer, how far back a row sees, None: to the start; empty: no layer has one."""
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -83,18 +86,20 @@ class RowCache:
         self.length = 0
         self._keys: dict[int, Tensor] = {}  # layer -> [G, capacity, N] float32
         self._values: dict[int, Tensor] = {}
-        self._masks: list[Tensor] = []
+        self._masks: dict[int | None, list[Tensor]] = {}  # by window
+        self._windows: Windows = ()
         self._rows = 0
 
-    def begin(self, rows: int, window: int | None, device: torch.device) -> None:
+    def begin(self, rows: int, windows: Windows, device: torch.device) -> None:
         """Prepare the masks of a call of ``rows`` rows that start at the cursor."""
-        self._rows = rows
+        self._rows, self._windows = rows, windows
         positions = self.length + torch.arange(rows, device=device)
-        self._masks = chunk_masks(positions, self.length + rows, window)
+        end = self.length + rows
+        self._masks = {one: chunk_masks(positions, end, one) for one in {*windows} or {None}}
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write [G, R, N] behind the cursor; return whole chunks, [G, chunks * C, N] float32."""
-        needed = len(self._masks) * CHUNK
+        needed = -(-(self.length + self._rows) // CHUNK) * CHUNK
         self._write(layer, key, value, needed)
         return self._keys[layer][:, :needed], self._values[layer][:, :needed]
 
@@ -139,11 +144,13 @@ class RowCache:
     ) -> Tensor:  # [R, H, N]
         """`append`, then attention over everything that each row may see."""
         keys, values = self.append(layer, key, value)
-        if self._masks[0].dim() == 2:
+        window = self._windows[layer] if self._windows else None
+        masks = self._masks[window]
+        if masks[0].dim() == 2:
             # once a call: the heads of a group lie one after the other
             repeat = query.shape[0] // key.shape[0]
-            self._masks = [mask.repeat(repeat, 1)[None] for mask in self._masks]
-        return row_attention(query, keys, values, self._masks, scaling)
+            masks = self._masks[window] = [mask.repeat(repeat, 1)[None] for mask in masks]
+        return row_attention(query, keys, values, masks, scaling)
 
     @property
     def device(self) -> torch.device:

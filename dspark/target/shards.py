@@ -136,7 +136,8 @@ def write_shards(
     """
     shards = plan(specs, shard_bytes)
     places: dict[str, str] = {}
-    with ThreadPoolExecutor() as pool:
+    pool = ThreadPoolExecutor()
+    try:
         for number, shard in enumerate(shards):
             name = (
                 WEIGHTS_NAME
@@ -151,6 +152,9 @@ def write_shards(
             places |= {spec.name: name for spec in shard}
             if progress is not None:
                 progress(sum(spec.nbytes for spec in shard))
+    finally:
+        # who is interrupted does not wait for the rest of a shard
+        pool.shutdown(wait=False, cancel_futures=True)
     if len(shards) > 1:
         total = sum(spec.nbytes for shard in shards for spec in shard)
         write_json(

@@ -23,8 +23,11 @@ from dspark.target.weights import SHARD_BYTES
 
 __all__ = ["make_checkpoint", "random_model", "synthetic"]
 
-_OURS = re.compile(r"\.?model.*\.safetensors.*")
-"""Weights, complete or half written, of a call that did not come to its config.json."""
+_OURS = re.compile(
+    r"\.?(model.*\.safetensors|tokenizer.*\.json|chat_template\.jinja|generation_config\.json).*"
+    r"|\.config\.json\..*"
+)
+"""What a call that did not come to its config.json leaves, complete or half written."""
 
 
 def synthetic(spec: TensorSpec, config: LingConfig, seed: int) -> Tensor:
@@ -75,14 +78,18 @@ def make_checkpoint(
 ) -> int:
     """Write weights, config and a byte tokenizer with Ling's chat format; bytes of weights.
 
-    Needs the memory of one shard. What an interrupted call left is written over.
+    Needs the memory of one shard. What an interrupted call left is removed.
 
     Raises:
         TargetError: ``directory`` holds something else, or its disk is too small.
     """
-    foreign = [one.name for one in _entries(directory) if not _OURS.fullmatch(one.name)]
+    left = _entries(directory)
+    foreign = [one.name for one in left if not _OURS.fullmatch(one.name)]
     if foreign:
         raise TargetError(f"{directory} already holds {foreign[0]}; give a new directory")
+    for one in left:
+        # its shards may have been cut otherwise
+        one.unlink()
     specs = list(tensors(config))
     total = sum(spec.nbytes for spec in specs)
     if total > (free := free_bytes(directory)):

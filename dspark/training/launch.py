@@ -39,6 +39,7 @@ __all__ = [
     "Strategy",
     "check_device",
     "check_environment",
+    "check_ranks",
     "check_started",
     "on_main",
     "prepare",
@@ -106,6 +107,21 @@ def check_environment(
             + _remedy(wanted, has_gpu)
             + "; set train.num_processes=1 if one process is what you want"
         )
+
+
+def check_ranks(environ: Mapping[str, str]) -> None:
+    """Refuse what no launcher sets.
+
+    Raises:
+        ConfigError: a rank or a number of processes is none.
+    """
+    for name, least in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)):
+        value = environ.get(name)
+        if value is not None and not (value.isdecimal() and int(value) >= least):
+            raise ConfigError(
+                f"the environment says {name}={value}, which must be a whole number >= {least}: "
+                "leave it to the launcher, or unset it"
+            )
 
 
 def check_started(

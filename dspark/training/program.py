@@ -59,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--tokens", metavar="N", help="of the data, assumed by --plan (such as 1.24e9)"
     )
     arguments, overrides = parser.parse_known_args(argv)
+    try:
+        launch.check_ranks(os.environ)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,

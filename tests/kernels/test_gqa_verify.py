@@ -61,7 +61,7 @@ class Layer(nn.Module):
 
     def forward(self, cache: RowCache, x: Tensor) -> Tensor:
         """[R, H N] of rows behind the cursor; nothing is kept yet."""
-        cache.begin(len(x), None, x.device)
+        cache.begin(len(x), (), x.device)
         at = cache.length + torch.arange(len(x), device=x.device)
         where = self.rotary(x[None], at[None])
         out: Tensor = self.layer(
@@ -229,7 +229,7 @@ def test_rotations_hold_far_out(family: str, device: torch.device) -> None:
     kernels.prepare(layer.products(x), cursor, 12)
     cache = RowCache(())
     # a cache of its own, which the layer's own positions would have to fill
-    cache.begin(16, None, x.device)
+    cache.begin(16, (), x.device)
     where = layer.rotary(x[None], cursor + torch.arange(16, device=x.device)[None])
     layer.layer(x[None], position_embeddings=where, attention_mask=None, row_cache=cache)
     cache.commit(12)

@@ -14,6 +14,7 @@ from dspark.decoding import DecodeParams, SamplingParams, decode
 from dspark.errors import ConfigError
 from dspark.kernels.accept import Field
 from dspark.serving.graph.decoder import GraphDecoder
+from dspark.serving.graph.draft_body import DraftBody
 from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
 from dspark.target import HFTarget
@@ -125,6 +126,33 @@ def test_logits_and_taps_are_those_of_the_reference(family: str, device: torch.d
     found = step.arena.parts("logits", 1, target.vocab_size)[0, :3]
     torch.testing.assert_close(found, rows.logits.float(), rtol=close, atol=20 * close)
     torch.testing.assert_close(step.arena.taps[:3], rows.taps, rtol=close, atol=20 * close)
+
+
+def test_a_draft_with_yarn_sees_what_its_own_loop_does(device: torch.device) -> None:
+    """Its rotation has a factor: in the prompt's keys, the committed rows' and the block's."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    rope = {**yarn, "rope_theta": 1e4, "attention_factor": 3.0}
+    target = dense(device, "qwen3", num_hidden_layers=5, rope_parameters=rope)
+    draft = tiny_draft(target, num_taps=2).to(device, target.dtype)
+    step = small(target, draft, context=64)
+    ids = prompt(1, 21)
+    first = step.begin(ids, GREEDY)
+    context, cache = draft.new_context(), target.new_cache(draft.layer_ids)
+    taps = target.prefill(cache, torch.tensor(ids)).taps
+    step.arena.taps[:2] = target.verify(cache, torch.tensor([first, 7])).taps
+    draft.extend(context, torch.cat([taps, step.arena.taps[:2]]))
+    for field, value in {
+        Field.INJECT_BASE: 21, Field.INJECT_COUNT: 2, Field.CURSOR: 23, Field.ANCHOR: 9,
+    }.items():  # fmt: skip
+        step.arena.of(field).fill_(value)
+    body = step._draft_body
+    assert isinstance(body, DraftBody)
+    body.inject()
+    body.block()
+    expected = draft.block_hidden(context, torch.tensor(9, device=device))
+    close = 1e-4 if device.type == "cpu" else 5e-2
+    found = step.arena.normed[: draft.block_size]
+    assert (found - expected).norm() <= close * expected.norm()
 
 
 def test_a_rows_logits_are_the_same_in_every_width(device: torch.device) -> None:

@@ -1,6 +1,12 @@
 """Intervals by hand, and of two drafts on the same prompts."""
 
+import json
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
+from torch import Tensor
 
 from dspark.acceptance import AcceptStats
 from dspark.bench.bootstrap import bootstrap_interval, intervals, over_sets, paired
@@ -87,3 +93,34 @@ def test_drafts_without_a_round_are_not_compared() -> None:
     found = paired({"s": [run()] * 2}, {"s": [run()] * 2})
     assert found["sets"]["s"]["accept_length"] == {"difference": None, "interval": None}
     assert found["over_sets"] is None
+
+
+def test_the_study_draws_the_same_prompts_for_all_arms_by_this_bootstrap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = {"a": [[2, 4], [3, 9], [5, 6]], "b": [[1, 7], [4, 8]]}  # rounds and tokens
+    drawn: list[list[float]] = []
+
+    def interval(values: Tensor) -> tuple[float, float]:
+        drawn.append(values.tolist())
+        return -1.0, 2.0
+
+    rows = []
+    for arm, factor in (("stock", 1), ("better", 2)):
+        for name, counts in prompts.items():
+            more = [[rounds, factor * tokens] for rounds, tokens in counts]
+            told = {"set": name, "temperature": 0.0, "width": 8, "accept_length": 0.0}
+            rows.append({"draft": f"{arm}-0", "prompts": more, **told})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    place = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr("dspark.bench.bootstrap.interval", interval)
+    monkeypatch.setattr(sys, "argv", ["study_report.py", str(path)])
+    runpy.run_path(str(place / "study_report.py"), run_name="__main__")
+    better, stock = capsys.readouterr().out.splitlines()[-2:]
+    # the mean of (4 + 9 + 6) / 10 and (7 + 8) / 5
+    assert "| 4.900 | +100.00% | -1.00 to +2.00 |" in better
+    assert "| 2.450 | +0.00% | -1.00 to +2.00 |" in stock
+    # in every resample twice as long, as it would not be with other prompts
+    assert [pytest.approx([value] * 5000) for value in (100.0, 0.0)] == drawn

@@ -14,6 +14,7 @@ from dspark.decoding import (
     DecodeParams,
     Outcomes,
     SamplingParams,
+    Verification,
     decode,
     fit_temperatures,
     measures,
@@ -123,14 +124,22 @@ def test_a_round_tells_of_slots_up_to_the_outputs_end(
 # --- decoding --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.8, seed=2)])
-def test_a_replay_shows_what_the_real_rounds_kept(target: Target, sampling: SamplingParams) -> None:
-    params = DecodeParams(30, sampling, ignore_eos=True)
+@pytest.mark.parametrize(
+    ("temperature", "rule"),
+    [(0.0, "coupled"), (0.0, "block"), (3.0, "coupled"), (3.0, "rejection"), (3.0, "block")],
+)
+def test_a_replay_shows_what_the_real_rounds_kept(
+    target: Target, temperature: float, rule: Verification
+) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=2)
+    params = DecodeParams(60, sampling, ignore_eos=True, verification=rule)
     draft = confident(target)
     done = decode(target, draft, PROMPT, params)
     rounds: list[Outcomes] = []
     replay(target, draft, PROMPT, done.token_ids, params, outcomes=rounds)
     whole = Outcomes.together(rounds)
+    # so hot that whole blocks are kept
+    assert sampling.greedy or 1 < whole.kept[:, -1].sum() < len(whole.kept)
     assert whole.kept.sum(0).tolist() == done.stats.kept_at
     assert whole.reached.sum(0).tolist() == done.stats.reached_at
     assert draft.confidence_head is not None
@@ -211,8 +220,10 @@ def test_an_export_is_calibrated_and_says_so(
     monkeypatch.setattr(calibration, "LEAST_ROUNDS", 60)
     monkeypatch.setattr("dspark.export.hf.check_in_clean_process", lambda *_: None)
     draft = confident(target)
+    assert draft.confidence_head is not None
+    draft.confidence_head.proj.weight.data.mul_(8)  # far too sure
     asked = Calibration(
-        prompt_ids=[[one, *PROMPT] for one in range(1, 5)], name="asked.jsonl", max_new_tokens=24
+        prompt_ids=[[one, *PROMPT] for one in range(1, 9)], name="asked.jsonl", max_new_tokens=24
     )
     record = export_draft(
         draft,
@@ -224,7 +235,8 @@ def test_an_export_is_calibrated_and_says_so(
     )
     assert draft.config.sts_temperatures is None
     found = record["calibration"]
-    assert (found["prompts"], found["num_prompts"]) == ("asked.jsonl", 4)
+    assert found["gains"] is True
+    assert (found["prompts"], found["num_prompts"]) == ("asked.jsonl", 8)
     loaded = load_draft(tmp_path / "out", target=target)
     again = calibrate(loaded, target, asked)
     assert list(again.temperatures) == loaded.config.sts_temperatures
@@ -239,6 +251,28 @@ def test_an_export_is_calibrated_and_says_so(
     # an export of the export keeps what was fitted
     export_draft(tmp_path / "out", tmp_path / "third", target, check=False)
     assert read_config(tmp_path / "third").sts_temperatures == loaded.config.sts_temperatures
+
+
+def test_temperatures_that_lose_are_not_written(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "LEAST_ROUNDS", 60)
+    # of the whole, and of each half for the other: sure of what is hardly ever kept
+    monkeypatch.setattr(calibration, "fit_temperatures", lambda _: (0.01, 0.01, 0.01, 0.01))
+    asked = Calibration(
+        prompt_ids=[[one, *PROMPT] for one in range(1, 5)], name="asked.jsonl", max_new_tokens=24
+    )
+    source = tmp_path / "source"
+    for own in (None, list(TRUE)):
+        draft = confident(target)
+        draft.config.sts_temperatures = own
+        export_draft(draft, source, target, check=False)
+        record = export_draft(
+            source, tmp_path / "out", target, calibration=asked, tokenizer=None, check=False
+        )
+        assert record["calibration"]["gains"] is False
+        assert read_config(tmp_path / "out").sts_temperatures == own
+    assert "**They did not gain" in (tmp_path / "out" / "README.md").read_text()
 
 
 def read_probe_of(place: Path) -> Any:

@@ -112,6 +112,21 @@ def test_what_keeps_the_graph_engine_from_running(
     assert choice.obstacle(config, draft.config, device, dtype) == reason
 
 
+def test_a_draft_whose_rotation_depends_on_the_length_is_left_to_the_reference() -> None:
+    target = tiny_target(family="qwen3")
+    shape = tiny_draft(target).config
+    assert choice.obstacle(target.config, shape, CUDA, BF16) is None
+    for kind, reason in (
+        ("yarn", None),
+        (
+            "dynamic",
+            "the draft's rope scaling 'dynamic' is none of default, linear, llama3, yarn",
+        ),
+    ):
+        shape.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+        assert choice.obstacle(target.config, shape, CUDA, BF16) == reason
+
+
 def test_ranks_that_do_not_share_a_draft_are_said() -> None:
     target = tiny_ling()
     config, shape = target.model.config, tiny_draft(target).config

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -230,16 +231,44 @@ def test_the_log_is_as_loud_as_asked_for(
         log.setLevel(before)
 
 
-def test_an_interrupt_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("stage", "words", "message"),
+    [
+        ("demo.run", ["demo"], "goes on where this one stopped"),
+        (
+            "config_io.load",
+            ["eval", "--draft", "d", "--out", "o"],
+            "goes on where this one stopped",
+        ),
+        ("config_io.load", ["eval", "--draft", "d"], "starts anew"),
+        (
+            "target.config.LingConfig.from_file",
+            ["make-checkpoint", "--config=c", "--out=o"],
+            "starts anew",
+        ),
+    ],
+)
+def test_an_interrupt_says_what_the_same_command_does(
+    stage: str,
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dspark.demo.run", stopped)
-    monkeypatch.setattr(sys, "argv", ["dspark", "demo"])
-    with pytest.raises(SystemExit) as end:
-        main()
+    monkeypatch.setattr(f"dspark.{stage}", stopped)
+    monkeypatch.setattr(sys, "argv", ["dspark", *words])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main()
+        # a second one ends the process at once
+        assert signal.getsignal(signal.SIGINT) != before
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert end.value.code == 130
-    assert capsys.readouterr().err.count("the same command goes on") == 1
+    assert capsys.readouterr().err == f"interrupted; the same command {message}\n"

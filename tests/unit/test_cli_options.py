@@ -107,7 +107,7 @@ def test_eval_hands_on_every_option(
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (said["target"], said["draft"], said["a"]) == ("TARGET", "d", 1)
     assert said["draft_sha256"] == "DIGEST"
-    assert (said["environment"], said["definitions"]) == ({"cores": 2}, "dspark.eval/1")
+    assert (said["environment"], said["definitions"]) == ({"cores": 2}, "dspark.eval/2")
 
     # several drafts of one run, the target's own block among them
     compared = stub("bench.evaluate_report.print_comparison")
@@ -152,10 +152,12 @@ def test_export_hands_on_every_option(
     stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export = stub("export.hf.export_draft", {})
+    trained = stub("export.source.target_dtype", "bfloat16")
     load = stub("target.load", "TARGET")
     words = ("export", "run", "out", "--format", "vllm", "--slim", "--no-check",
              "--weights", "ema", "--overwrite", "--licence", "apache-2.0")  # fmt: skip
     assert run(monkeypatch, *words) == 0
+    assert (trained.args, load.args[0].dtype) == ((Path("run"),), "bfloat16")
     assert [str(path) for path in export.args[:2]] == ["run", "out"]
     facts = export.options.pop("facts")
     assert facts.licence == "apache-2.0"
@@ -185,9 +187,10 @@ def test_export_hands_on_every_option(
 def test_export_encodes_the_prompts_to_calibrate_with(
     stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found: dict[str, Any] = {"rounds": 300, "num_prompts": 3}
+    found: dict[str, Any] = {"rounds": 300, "num_prompts": 3, "gains": True}
     found |= {when: {"survival": {"ece": ece}} for when, ece in (("before", 0.05), ("after", 0.02))}
     export = stub("export.hf.export_draft", {"calibration": found})
+    stub("export.source.target_dtype", "auto")
     read = stub("bench.prompt_sets.read_sets", {"a": ["x", "y"], "b": ["z"]})
     encode = stub("bench.evaluate.encode_sets", ({"a": [[1], [2]], "b": [[3]]}, None))
     words = ("--calibrate", "some/*.jsonl", "--calibrate-limit", "2")
@@ -197,6 +200,14 @@ def test_export_encodes_the_prompts_to_calibrate_with(
     asked = export.options["calibration"]
     assert (asked.prompt_ids, asked.name, asked.temperature) == ([[1], [2], [3]], "a, b", 0.5)
     assert "300 rounds of 3 prompts: error of survival 5.0% before, 2.0%" in capsys.readouterr().out
+    found["gains"] = False
+    assert run(monkeypatch, "export", "run", "out", *words) == 0
+    assert "2.0% after; not written, for they do not gain" in capsys.readouterr().out
+    for option, value in (("--calibrate-limit", "2"), ("--calibrate-temperature", "0.0")):
+        export.args = ()
+        assert run(monkeypatch, "export", "run", "out", option, value) == 2
+        assert f"error: {option} {value} is for --calibrate" in capsys.readouterr().err
+        assert export.args == ()
 
 
 def test_every_format_can_be_asked_for() -> None:

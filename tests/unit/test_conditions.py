@@ -1,5 +1,6 @@
 """Several conditions of one run, its reproduction, and how a killed one goes on."""
 
+import io
 import itertools
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from dspark.bench import prompt_runs
 from dspark.bench.conditions import Condition, Evaluation, check_thinking, conditions, run
+from dspark.bench.evaluate_report import print_evaluation
 from dspark.bench.plot import plot_evaluation
 from dspark.config import EvalSettings
 from dspark.decoding import Completion, decode
@@ -81,6 +83,20 @@ def test_the_same_seed_gives_the_same_report(target: Target) -> None:
         assert tokens[0].token_ids != tokens[1].token_ids
 
 
+def test_confidence_that_cannot_be_told_says_why(target: Target) -> None:
+    for condition, threshold, told in (
+        (SAMPLED, 0.3, True),
+        (BLOCK, 0.0, True),
+        (BLOCK, 0.3, False),
+    ):
+        one = evaluated(target, condition, confidence_threshold=threshold)
+        summary = one.reports[condition]["d"].summary()
+        assert (summary["confidence"] is not None) is told
+        shown = io.StringIO()
+        print_evaluation(summary, file=shown)
+        assert ("under block verification; leave the threshold out" in shown.getvalue()) is not told
+
+
 def test_what_keeps_the_distribution_is_not_held_against_other_tokens(target: Target) -> None:
     found = evaluated(target, BLOCK).reports[BLOCK]["d"]
     one = found.summary()
@@ -89,7 +105,8 @@ def test_what_keeps_the_distribution_is_not_held_against_other_tokens(target: Ta
     assert list(one["lossless_checks"]) == ["greedy"]
     assert one["lossless"] is True
     assert one["settings"]["verification"] == "block"
-    assert one["confidence"] is None
+    # the rounds of its own tokens are told as well
+    assert one["confidence"]["reliability"]["after"]["survival"]
     both = evaluated(target, GREEDY, SAMPLED)
     for condition, mode in ((GREEDY, "greedy"), (SAMPLED, "sampled")):
         report = both.reports[condition]["d"]

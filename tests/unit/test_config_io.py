@@ -1,10 +1,12 @@
 """Settings: every mistake is one sentence with the path, the value and what would be right."""
 
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from dspark.config import Config
+from dspark.config import Config, LossSettings
 from dspark.config_io import dump, load, main, parse_overrides
 from dspark.errors import ConfigError
 
@@ -83,6 +85,15 @@ def test_flag_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
             "loss={accept_length_form: chain, accept_length_temperature: 0.5}",
             ["accept_length_temperature is 0.5", "form is chain", "temperature=1"],
         ),
+        ("loss.accept_length_temperature=1e-300", ["equal to 0.01", "got 1e-300"]),
+        ("eval.temperature=1e-300", ["eval.temperature", "from 0.01 to 2", "got 1e-300"]),
+        (
+            "loss={ce_weight: 0, l1_weight: 0, confidence_weight: 0, accept_length_weight: 0}",
+            ["loss: ce_weight, l1_weight,", "are all 0: give one of them a weight"],
+        ),
+        ("train.output_dir=", ["train.output_dir", "at least 1 character", "got ''"]),
+        ("capture.out=", ["capture.out", "at least 1 character", "got ''"]),
+        ("sample.out=", ["sample.out", "at least 1 character", "got ''"]),
         ("loss.accept_length_form=reach", ["accept_length_form", "'path_exact'", "'reach'"]),
         ("train=5", ["train", "keys", "got 5"]),
         ("draft.target_layer_ids=[]", ["draft.target_layer_ids: ", "or null", "got []"]),
@@ -131,6 +142,36 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, words: list[str]) -> 
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "override", "told"),
+    [
+        ("train: {seed: 1}", "train.lr=-2", "command line: train.lr: .* got -2$"),
+        ("train: {lr: -1}", "train.lr=-2", "command line: train.lr: .* got -2$"),
+        ("train: {lr: -1}", "train.seed=2", "FILE: train.lr: .* got -1$"),
+        ("train: {lr: 1e-4}", "train.stesp=2", "command line: unknown key 'train.stesp'"),
+        ("loss: {accept_length_form: chain}", "loss.accept_length_temperature=0.5", "command line"),
+        (
+            "loss: {accept_length_form: chain, accept_length_temperature: 0.5}",
+            "loss.chunk_blocks=3",
+            "FILE: loss: accept_length_temperature is 0.5",
+        ),
+        (
+            "train: {stesp: 5}",
+            "train.lr=-2",
+            "FILE: unknown key 'train.stesp'.*\ncommand line: train.lr|command line: train.lr.*\nF",
+        ),
+    ],
+)
+def test_each_fault_is_blamed_on_where_it_stands(
+    tmp_path: Path, text: str, override: str, told: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path, [override])
+    assert re.match(told, str(caught.value).replace(str(path), "FILE"))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml"):
         load(tmp_path / "nothing.yaml")
@@ -177,3 +218,9 @@ def test_settings_are_printed_for_shell_scripts(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "smollm2-135m\n3\n"
     assert main(["configs/tiny.yaml", "target.path", "--", "train.stepz=3"]) == 2
     assert "did you mean 'train.steps'" in capsys.readouterr().err
+
+
+def test_every_form_of_the_accept_length_term_stands_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "train/README.md").read_text(encoding="utf-8")
+    forms = get_args(LossSettings.model_fields["accept_length_form"].annotation)
+    assert [form for form in forms if f"\n| `{form}`" not in page] == []

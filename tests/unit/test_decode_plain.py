@@ -1,6 +1,7 @@
 """Prompts decoded side by side give what each gives alone, to the bit."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,12 @@ def target() -> HFTarget:
 )
 def test_rows_are_equal_to_the_bit(count: int, dtype: torch.dtype, window: int | None) -> None:
     target = tiny_target()
-    target.config.sliding_window = window
+    if window is not None:  # of every other layer
+        keys: dict[str, Any] = {
+            "sliding_window": window,
+            "layer_types": ["full_attention", "sliding_attention"] * 3,
+        }
+        target = tiny_target(family="qwen3", use_sliding_window=True, **keys)
     target.model.to(dtype)
     caches = []
     for ids in prompts()[:count]:

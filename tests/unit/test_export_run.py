@@ -17,7 +17,7 @@ from dspark.errors import CheckpointError, DSparkError, RunError
 from dspark.export.card import CardFacts
 from dspark.export.check import Probe, check_in_clean_process, save_probe
 from dspark.export.hf import export_draft
-from dspark.export.source import read_source
+from dspark.export.source import read_source, target_dtype
 from dspark.target import Target
 from dspark.testing import tiny_draft, tiny_target
 
@@ -57,6 +57,19 @@ def test_a_figure_of_another_checkpoint_is_not_claimed(target: Target, tmp_path:
     later = checkpoint(target, tmp_path / "checkpoint-9", step=9, best=7)
     assert read_source(best, target).accept_length == 2.125
     assert read_source(later, target).accept_length is None
+
+
+def test_a_run_knows_the_dtype_that_its_target_had(target: Target, tmp_path: Path) -> None:
+    place = checkpoint(target, tmp_path / "checkpoint-7", step=7, best=7)
+    export_draft(place, tmp_path / "draft", target, check=False)
+    assert target_dtype(tmp_path / "draft") == "auto"
+    config_io.save(config_io.load(None, ["target.dtype=float32"]), place / "config.yaml")
+    assert target_dtype(place) == target_dtype(tmp_path) == "float32"
+    (place / "config.yaml").unlink()
+    assert target_dtype(place) == "auto"
+    (place / "COMPLETE").unlink()
+    with pytest.raises(CheckpointError, match="half written"):
+        target_dtype(place)
 
 
 def test_the_card_tells_the_settings_of_the_run(target: Target, tmp_path: Path) -> None:

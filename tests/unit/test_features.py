@@ -233,6 +233,30 @@ def test_documents_of_a_packed_row_do_not_see_each_other() -> None:
         assert torch.allclose(packed.last_hidden[place], alone.last_hidden[0], atol=1e-3)
 
 
+def test_a_broken_document_does_not_spoil_the_others_of_its_row() -> None:
+    target = tiny_target()
+    bad, spans = 199, ((0, 0, 7), (0, 7, 9), (0, 16, 6), (1, 0, 20))
+    ids = torch.randint(1, bad, (2, 24), generator=torch.Generator().manual_seed(0))
+    documents = training_features._documents(ids, spans)
+    target.embed_weight.data[bad] = torch.nan
+    clean = target.packed_features(ids, LAYERS, documents)
+    ids[0, 10] = bad
+    found = target.packed_features(ids, LAYERS, documents)
+    assert clean is not None
+    assert found is not None
+    assert found.usable_documents(documents, len(spans)).tolist() == [True, False, True, True]
+    for number, (row, first, tokens) in enumerate(spans):
+        place = (row, slice(first, first + tokens))
+        if number == 1:
+            alone = target.features(ids[row : row + 1, first : first + tokens], LAYERS)
+            # as it is alone: broken from there on
+            assert not alone.last_hidden[0, 3:].isfinite().any()
+            assert not found.last_hidden[row, 10:16].isfinite().any()
+            continue
+        assert torch.equal(found.taps[place], clean.taps[place])
+        assert torch.equal(found.last_hidden[place], clean.last_hidden[place])
+
+
 def test_a_packed_pass_is_one_pass_off_the_cpu() -> None:
     asked: list[torch.Tensor] = []
 
@@ -248,11 +272,11 @@ def test_a_packed_pass_is_one_pass_off_the_cpu() -> None:
     assert asked[0].tolist() == [[0, 0, 1, 1, 1, 2]]
 
 
-def test_a_target_with_windows_wants_every_document_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = tiny_target()
+def test_a_target_with_windows_wants_every_document_by_itself() -> None:
     ids = torch.ones(1, 6, dtype=torch.int64)
-    assert target.packed_features(ids, LAYERS, torch.zeros_like(ids)) is not None
-    monkeypatch.setattr(target.config, "sliding_window", 4, raising=False)
+    # a Llama does not heed the key
+    plain = tiny_target(sliding_window=4)
+    assert plain.packed_features(ids, LAYERS, torch.zeros_like(ids)) is not None
+    kinds = ["full_attention", "sliding_attention"] * 3
+    target = tiny_target(family="qwen3", sliding_window=4, layer_types=kinds)
     assert target.packed_features(ids, LAYERS, torch.zeros_like(ids)) is None

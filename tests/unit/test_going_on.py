@@ -143,6 +143,25 @@ def test_rows_of_other_responses_are_not_deleted(
         capture(target, tokenizer, responses(tmp_path / "r.jsonl", 12), settings(out), LAYERS)
 
 
+@pytest.mark.parametrize("shard_bytes", [15_000, 60_000])
+def test_rows_are_not_computed_again_for_shards_of_another_size(
+    tokenizer: Any, tmp_path: Path, shard_bytes: int
+) -> None:
+    out, target = tmp_path / "s", tiny_target()
+    capture(target, tokenizer, responses(tmp_path / "r.jsonl", 12), settings(out), LAYERS)
+    before = state(out)
+    other = settings(out).model_copy(update={"shard_bytes": shard_bytes})
+    told = rf"cut otherwise \(shard-.*capture\.shard_bytes .* \(it is {shard_bytes} now\)"
+    with pytest.raises(ConfigError, match=told):
+        capture(target, tokenizer, responses(tmp_path / "r.jsonl", 12), other, LAYERS)
+    assert state(out) == before
+    # more rows at the end still go on, and a shard that is gone is no shard of another size
+    (out / "shard-00000.safetensors").unlink()
+    more = capture(target, tokenizer, responses(tmp_path / "r.jsonl", 20), settings(out), LAYERS)
+    assert more.rows == 20
+    assert more.resumed_shards > 0
+
+
 def test_a_damaged_shard_that_maps_is_written_again(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -162,7 +162,9 @@ def test_what_is_no_model_is_said_shortly(
             ["inspect", str(FLASH), "--verify-tokens", "9", "--routing", "overlap:2"],
             "overlap:SHARE (0..1) or experts:N (N >= 1), got 'overlap:2'",
         ),
+        (["inspect", "ling-4"], "'ling-4' is neither a config.json nor a shipped one (ling-3.0-"),
         (["inspect", str(FLASH), "--verify-tokens", "0"], "verify-tokens"),
+        (["inspect", str(FLASH), "--verify-tokens", "17"], "verify-tokens"),
         (["inspect", str(FLASH), "--routing", "uniform"], "give --verify-tokens too"),
         (["inspect", str(FLASH), "--context", "0"], "context 0 says what a verify step reads"),
         (
@@ -203,6 +205,15 @@ def test_wrong_use_is_one_sentence_and_code_2(
     assert "Traceback" not in err
 
 
+def test_a_shipped_target_is_known_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = dspark(capsys, "inspect", "ling-3.0-flash", "--verify-tokens", "16", "--json")
+    assert code == 0
+    assert json.loads(out.splitlines()[-1]) == inspect(FLASH, verify_tokens=[16])
+
+
 def test_a_checkpoint_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY_LING["tiny"]))
@@ -217,18 +228,22 @@ def test_a_checkpoint_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "again" / "config.json").is_file()
     code, _, err = dspark(capsys, *words)
     assert code == 2
-    assert "already holds chat_template.jinja" in err
+    assert "already holds config.json" in err
 
 
 def test_an_interrupted_checkpoint_is_made_anew(tmp_path: Path) -> None:
     config = LingConfig.from_dict(TINY_LING["tiny"])
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     make_checkpoint(config, whole)
+    made = {one.name: one.read_bytes() for one in whole.iterdir()}
     broken.mkdir()
-    (broken / "model.safetensors").write_bytes(b"half")
+    # all but the last file, and shards that were cut otherwise
+    cut = ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    for name in (*made, *cut, ".model.safetensors.7.tmp", ".config.json.7.tmp"):
+        (broken / name).write_bytes(b"half")
+    (broken / "config.json").unlink()
     make_checkpoint(config, broken)
-    one, other = (d / "model.safetensors" for d in (whole, broken))
-    assert one.read_bytes() == other.read_bytes()
+    assert {one.name: one.read_bytes() for one in broken.iterdir()} == made
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(

@@ -136,6 +136,27 @@ def test_a_wrong_sharded_launch_is_one_sentence_and_code_2(
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize("words", [["--plan"], ["train.steps=1"]])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "x"), ("RANK", "-1"), ("LOCAL_RANK", ""), ("WORLD_SIZE", "2.5"), ("WORLD_SIZE", "0")],
+)
+def test_a_rank_that_is_none_is_one_sentence_and_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    name: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exit_:
+        program.main(words)
+    assert exit_.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: the environment says {name}={value}, which must be a whole")
+    assert told.count("\n") == 1
+
+
 def slurm(place: Path, *given: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """`train/slurm.sh` as the batch step of a job on two nodes, where srun starts both in turn."""
     programs = {

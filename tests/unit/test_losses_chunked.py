@@ -103,12 +103,12 @@ class Batch:
         )
 
     def loss_and_gradients(
-        self, draft: DSparkDraftModel, settings: LossSettings, *, eager: bool
+        self, draft: DSparkDraftModel, settings: LossSettings, *, eager: bool, ramp: float = 0.7
     ) -> tuple[Tensor, dict[str, Tensor | None], Tensor]:
         """Loss, gradients of hidden and heads by name, and the statistics."""
         named = {"hidden": self.hidden, **dict(head_parameters(draft))}
         sums = self.sums(draft, settings, eager=eager)
-        loss = sums.loss(denominators(self.mask, settings), settings, 0.7)
+        loss = sums.loss(denominators(self.mask, settings), settings, ramp)
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         return loss.detach(), dict(zip(named, gradients, strict=True)), sums.to_vector()
 
@@ -207,10 +207,11 @@ def test_every_head_parameter_gets_a_gradient_whatever_the_weights(options: dict
         "ce_weight": 0.0,
         "l1_weight": 0.0,
         "confidence_weight": 0.0,
-        "accept_length_weight": 0.0,
+        "accept_length_weight": 1.0,
     }
+    # as before the ramp: no term has a weight
     _, gradients, _ = batch.loss_and_gradients(
-        draft, LossSettings(**{**options, **weights}), eager=False
+        draft, LossSettings(**{**options, **weights}), eager=False, ramp=0.0
     )
     for name, gradient in gradients.items():
         assert gradient is not None, name

@@ -31,7 +31,8 @@ def test_without_a_gpu_it_is_one_sentence_and_exit_code_two(
         ({"anchors": 0}, "anchors must be >= 1, got 0"),
         ({"vocabulary": 1}, "vocabulary must be >= 2, got 1"),
         ({"distance": "kl"}, "l1, lk_hybrid or nla, got 'kl'"),
-        ({"accept_temperature": 0.0}, "in \\(0, 1\\], got 0.0"),
+        ({"accept_temperature": 0.0}, r"lie in 0.01..1, got 0.0"),
+        ({"accept_temperature": 1e-300}, "lie in 0.01..1, got 1e-300"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

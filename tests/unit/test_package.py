@@ -298,9 +298,39 @@ def test_the_table_is_that_of_the_evaluations(draft: Path, tmp_path: Path) -> No
     assert len(results) == 4
 
 
+def test_an_evaluation_in_conditions_of_several_drafts_gives_all_rows_of_this_one(
+    draft: Path, tmp_path: Path
+) -> None:
+    told = evaluation(draft)
+    made = told.pop("environment")
+    other = {**told, "draft_sha256": "f" * 64, "accept_length": 9.0, "sets": {"gsm8k": {}}}
+    conditions = []
+    for temperature, rule in ((0.0, "coupled"), (1.0, "coupled"), (1.0, "rejection")):
+        settings = {**told["settings"], "temperature": temperature, "verification": rule}
+        same = None if rule == "rejection" else True
+        mine = {**told, "settings": settings, "lossless": same}
+        conditions.append({"condition": rule, "drafts": {"other": other, "mine": mine}})
+    path = tmp_path / "eval.json"
+    path.write_text(json.dumps({"conditions": conditions, "environment": made}))
+    card = package(draft, "me/draft", Card(evaluations=[path])).card
+    for sampling in ("greedy", "temperature 1.0, top_p 1.0"):
+        assert f"| gsm8k | {sampling} | 2.500 |" in card
+    assert "| gsm8k | temperature 1.0, top_p 1.0, rejection verification | 2.500 |" in card
+    assert "9.000" not in card
+    assert "draft: identical (greedy, sampled)\n" in card
+    assert "NOT identical" not in card
+    assert "- hardware: H200" in card
+    # of one condition, two drafts
+    path.write_text(json.dumps({**conditions[0], "environment": made}))
+    assert "| gsm8k | greedy | 2.500 |" in package(draft, "me/d", Card(evaluations=[path])).card
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ('{"conditions": [{"drafts": {}}]}', "a condition has no drafts"),
+        ('{"conditions": [5]}', "a condition has no drafts"),
+        ('{"conditions": 5}', "it has no sets"),
         (None, "cannot read --eval .*: no such file"),
         ("{", "holds no JSON object"),
         ("[1]", "holds no JSON object"),

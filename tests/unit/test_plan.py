@@ -342,6 +342,13 @@ def test_qwen3_8b_with_its_draft_is_laid_out_as_planned() -> None:
     assert plan.total < 0.3 * CARD
 
 
+def test_small_gates_are_planned_in_parts() -> None:
+    shape = read_target(ROOT / "configs/targets/smollm2-135m.json")
+    assert isinstance(shape, DenseShape)
+    used = laid_out(GraphStep(dense_target(shape, "meta"), None, context=8192))
+    assert used <= MemoryPlan(shape, None, 8192).scratch <= 2 * used
+
+
 def test_the_table_shows_every_part_and_the_total() -> None:
     plan = MemoryPlan(FLASH, None, 4096, 4)
     console = Console(width=100)

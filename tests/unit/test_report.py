@@ -51,6 +51,7 @@ def report(**checks: dict[str, Any]) -> dict[str, Any]:
             "temperature": 0.0,
             "max_new_tokens": 64,
             "num_draft_tokens": 2,
+            "confidence_threshold": 0.0,
             "block_size": 2,
         },
         "rejects": {"rejected": 1},

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from dspark.bench.roofline import roofline
-from dspark.bench.step import accept_schedule
+from dspark.bench.step_options import accept_schedule
 from dspark.bench.targets import dense_target, read_target
 from dspark.cli import app
 from dspark.errors import ConfigError, TargetError
@@ -73,6 +73,9 @@ def test_the_command_prints_one_object_and_names_known_targets() -> None:
     done = runner.invoke(app, [*line, "--json"])
     assert done.exit_code == 0
     assert json.loads(done.stdout.splitlines()[-1])["ranks"] == 4
+    assert "experts a layer" in done.output
+    line = ["bench", "roofline", "--target", "smollm2-135m", "--bandwidth", "4.3"]
+    assert "experts" not in runner.invoke(app, line).output
     with pytest.raises(ConfigError, match=r"neither a config\.json nor a shipped one \(ling-3"):
         runner.invoke(app, ["bench", "roofline", "--target", "ling"], catch_exceptions=False)
 

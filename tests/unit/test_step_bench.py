@@ -1,5 +1,7 @@
 """`dspark bench step` as far as it goes without a GPU: options, and the floor of a NEXTN draft."""
 
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,9 @@ import pytest
 import torch
 
 from dspark.bench.roofline import step_floor
-from dspark.bench.step import Settled, StepOptions
+from dspark.bench.step_options import Settled, StepOptions
 from dspark.bench.targets import read_target
+from dspark.cli import main
 from dspark.errors import ConfigError
 from dspark.serving.graph.step import GraphStep
 from dspark.target.config import LingConfig
@@ -101,6 +104,50 @@ def test_a_dense_target_has_a_draft_as_narrow_as_itself() -> None:
 def test_what_cannot_be_run_is_refused_before(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settled(**options)
+
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "step"], "needs a GPU"),
+        (["bench", "step", "--tokens", "99"], "num_draft_tokens"),
+        (["bench", "step", "--routing", "experts:9999"], "got 9999"),
+        (["bench", "step", "--table", "--routing", "experts:9999"], "got 9999"),
+        (["bench", "step", "--table", "--routing", "experts:44"], "needs a GPU"),
+        (["bench", "step", "--table", "--ablate"], "--table runs its own drafts"),
+        (["bench", "objective"], "needs a GPU"),
+        (["bench", "objective", "--distance", "kl"], "got 'kl'"),
+        (["step_replays.py"], "needs a GPU"),
+        (["step_replays.py", "--count", "1"], "--count must be >= 2, got 1"),
+        (["step_replays.py", "--config", str(FLASH), "--ranks", "0"], "ranks must be >= 1, got 0"),
+        (["step_replays.py", "--config", "nowhere.json"], "nowhere.json"),
+        (["prefill.py", "--config", str(FLASH)], "needs a GPU"),
+        (["prefill.py", "--config", str(FLASH), "--count", "0"], "--count must be >= 1, got 0"),
+        (["prefill.py", "--config", str(FLASH), "--tokens", "99999999"], "context must be <="),
+        (["prefill.py", "--config", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_a_wrong_option_is_told_before_a_missing_gpu(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    script = words[0].endswith(".py")
+    target = ["--target", "ling-3.0-flash"] if words[:2] == ["bench", "step"] else []
+    monkeypatch.setattr(sys, "argv", ["dspark", *words, *target] if not script else words)
+    monkeypatch.syspath_prepend(SCRIPTS)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPTS / words[0]), run_name="__main__") if script else main()
+    told = capsys.readouterr().err
+    assert end.value.code == 2, told
+    assert told.startswith("error: ")
+    assert message in told
+    assert told.count("\n") == 1
 
 
 def test_the_floor_counts_the_block_once_a_proposal() -> None:

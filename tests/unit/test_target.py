@@ -1,10 +1,18 @@
 """The target adapter: taps, logits, cache and rollback, and rows that do not depend on T."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from dspark.config import TargetSettings
 from dspark.errors import TargetError
@@ -155,6 +163,27 @@ def test_grouped_queries_head_norms_and_untied_heads_work() -> None:
     )
 
 
+_ALTERNATING = ["full_attention", "sliding_attention"] * 3
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"family": "qwen3", "layer_types": _ALTERNATING},
+        {"family": "qwen3", "layer_types": ["full_attention"] * 6},
+        {"family": "llama"},
+    ],
+    ids=["of some layers", "of no layer", "not heeded"],
+)
+def test_a_window_is_that_of_each_layer(keys: dict[str, Any]) -> None:
+    target = tiny_target(sliding_window=6, use_sliding_window=True, **keys)
+    ids = torch.arange(24)
+    cache = target.new_cache()
+    target.prefill(cache, ids[:17])
+    found = target.verify(cache, ids[17:]).logits
+    torch.testing.assert_close(found, target.own_logits(ids)[17:], atol=1e-4, rtol=1e-4)
+
+
 def test_a_sliding_window_hides_old_keys() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -180,6 +209,23 @@ def test_a_sliding_window_hides_old_keys() -> None:
     torch.testing.assert_close(
         target.verify(cache, ids[17:]).logits, logits[17:], atol=1e-4, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("gpt_oss", r"\(GptOssAttention\) has attention sinks"),
+        ("gemma2", r"\(Gemma2Attention\) has capped attention scores"),
+    ],
+)
+def test_attention_that_is_more_than_a_softmax_is_refused(kind: str, said: str) -> None:
+    keys = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = AutoConfig.for_model(
+        kind, vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, **keys
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    with pytest.raises(TargetError, match=said):
+        HFTarget(model, "odd")
 
 
 def test_a_head_that_is_more_than_a_product_is_refused() -> None:

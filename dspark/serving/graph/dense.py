@@ -14,10 +14,15 @@ from dspark.serving.graph.weights import (
 from dspark.target import HFTarget
 from dspark.target.families import DenseShape
 
-__all__ = ["dense_weights"]
+__all__ = ["dense_weights", "fused"]
 
 _LARGE = 1 << 22
 """Weights of a gate from which on one long loop is as fast as parts that are added behind it."""
+
+
+def fused(gate: int) -> bool:
+    """Whether a gate of so many weights, its up matrix and SwiGLU are one launch."""
+    return gate >= _LARGE
 
 
 def dense_weights(target: HFTarget) -> TargetWeights:
@@ -63,6 +68,6 @@ def _layer(layer: Any, shape: DenseShape, inverse: torch.Tensor, amplitude: floa
         ffn=DenseFFN(
             joined_rows([ffn.gate_proj, ffn.up_proj]),
             ffn.down_proj.weight.data,
-            fused=ffn.gate_proj.weight.numel() >= _LARGE,
+            fused=fused(ffn.gate_proj.weight.numel()),
         ),
     )

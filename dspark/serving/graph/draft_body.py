@@ -56,7 +56,7 @@ class DraftBody:
             draft_append(
                 projected, weights.context_k_norms, weights.inverse, self.caches.keys,
                 self.caches.values, base=arena.of(Field.INJECT_BASE),
-                count=arena.of(Field.INJECT_COUNT), eps=weights.eps,
+                count=arena.of(Field.INJECT_COUNT), eps=weights.eps, amplitude=weights.amplitude,
             )  # fmt: skip
 
     def block(self) -> None:
@@ -82,6 +82,7 @@ class DraftBody:
                 draft_rotate(
                     projected, layer.q_norm, layer.k_norm, weights.inverse, qkv,
                     context=arena.of(Field.CURSOR), groups=groups, eps=weights.eps,
+                    amplitude=weights.amplitude,
                 )  # fmt: skip
                 draft_attend(
                     qkv, self.caches.keys[index], self.caches.values[index], total, peaks, masses,

@@ -17,6 +17,7 @@ from dspark.serving.graph.weights import DraftWeights
 from dspark.target.model import LingModel, Reduce
 from dspark.target.mtp import nextn_latents
 from dspark.target.norm import rms_norm
+from dspark.target.rows import Windows
 from dspark.target.state import LingCache
 
 __all__ = ["ArenaContext", "PromptCache", "fill_context", "fill_nextn", "hand_over"]
@@ -57,7 +58,7 @@ class PromptCache(_Pairs):
         super().__init__(caches.pairs)
         self.layer_ids, self._rows = layer_ids, 0
 
-    def begin(self, rows: int, window: int | None, device: torch.device) -> None:
+    def begin(self, rows: int, windows: Windows, device: torch.device) -> None:
         """A piece of ``rows`` positions follows."""
         self._rows = rows
 
@@ -118,7 +119,8 @@ def fill_context(
         at = start + first + torch.arange(len(piece), device=taps.device)
         angles = at[:, None].float() * draft.inverse
         angles = torch.cat([angles, angles], -1)
-        rotary = angles.cos().to(rows.dtype)[None], angles.sin().to(rows.dtype)[None]
+        cos, sin = angles.cos() * draft.amplitude, angles.sin() * draft.amplitude
+        rotary = cos.to(rows.dtype)[None], sin.to(rows.dtype)[None]
         here = slice(start + first, start + first + len(piece))
         # a layer at a time: those of all layers together are ten times as wide as the rows
         for layer, weight in enumerate(draft.context.chunk(len(draft.layers))):

@@ -18,7 +18,7 @@ from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.draft.layers import DraftLayer
 from dspark.target import HFTarget, LingTarget
 from dspark.target.config import LingConfig
-from dspark.target.families import DenseShape, unsupported_dense
+from dspark.target.families import ROTATIONS, DenseShape, unsupported_dense
 from dspark.target.joined import in_a_row
 from dspark.target.kda import KDA
 from dspark.target.mla import MLA
@@ -219,6 +219,9 @@ def unsupported_draft(draft: DSparkConfig, ranks: int = 1) -> str | None:
         return f"the draft's Markov head is '{kind}', only vanilla has a kernel"
     if (draft.block_size or 0) > 16:
         return f"the draft's block of {draft.block_size} exceeds 16 rows"
+    rope = (draft.rope_parameters or {}).get("rope_type", "default")
+    if rope not in ROTATIONS:
+        return f"the draft's rope scaling '{rope}' is none of {', '.join(ROTATIONS)}"
     return _unsupported_widths(draft, ranks)
 
 
@@ -268,6 +271,8 @@ class DraftWeights:
     size: int
     eps: float
     inverse: Tensor  # [X / 2], frequencies of the rotation
+    amplitude: float
+    """Factor of the rotation, which YaRN asks for."""
     fc: Tensor  # [D, F D (this rank's inputs)]
     context_norm: Tensor  # [D]
     context: Tensor  # [layers * 2 J X, D]: per layer keys, then values
@@ -321,6 +326,7 @@ class DraftWeights:
             size=size,
             eps=config.rms_norm_eps,
             inverse=draft.rotary_emb.inv_freq.float(),  # type: ignore[operator, union-attr]
+            amplitude=float(draft.rotary_emb.attention_scaling),  # type: ignore[arg-type]
             fc=columns(draft.fc),
             context_norm=draft.hidden_norm.weight.data,
             context=torch.cat(context),
