@@ -50,6 +50,11 @@ FILTERED = replace(GREEDY, sampling=SamplingParams(temperature=1.0, top_p=0.9, t
 WIDER: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64,
                          "moe_shared_expert_intermediate_size": 64}  # fmt: skip
 CONFIG = LingConfig.from_dict({**TINY_LING["flash"], **WIDER})
+# the interpreter is slow: a dense layer, one with experts, and one with latent attention
+FEWER = LingConfig.from_dict({**TINY_LING["flash"], "num_hidden_layers": 3,
+                              "num_nextn_predict_layers": 0,
+                              "expert_swiglu_limit_list": [0, 0, 0.05],
+                              "share_expert_swiglu_limit_list": [0, 0.05, 0]})  # fmt: skip
 
 
 def few_layers(count: int) -> dict[str, Any]:
@@ -62,9 +67,9 @@ def few_layers(count: int) -> dict[str, Any]:
     return raw
 
 
-def ling(device: torch.device, **options: Any) -> LingTarget:
-    model = LingModel(CONFIG, **options)
-    fill(model, lambda spec: synthetic(spec, CONFIG, 0))
+def ling(device: torch.device, config: LingConfig = CONFIG, **options: Any) -> LingTarget:
+    model = LingModel(config, **options)
+    fill(model, lambda spec: synthetic(spec, config, 0))
     model.to(device)
     return LingTarget(model, "tiny")
 
@@ -78,17 +83,19 @@ def outputs(step: GraphStep, asked: list[tuple[list[int], DecodeParams]]) -> lis
 
 
 def rank_outputs(
-    rank: int, heaps: list[Tensor], asked: list[tuple[list[int], DecodeParams]], drafted: bool
+    rank: int,
+    heaps: list[Tensor],
+    asked: list[tuple[list[int], DecodeParams]],
+    config: LingConfig = CONFIG,
 ) -> list[list[int]]:
     device = heaps[rank].device
     peers = Peers(heaps, rank)
     peers.wait_at_most(600)
     target = ling(
-        device, ranks=len(heaps), rank=rank, reduce=PromptSum(peers), whole_embedding=True
+        device, config, ranks=len(heaps), rank=rank, reduce=PromptSum(peers), whole_embedding=True
     )
-    draft = None
-    if drafted:
-        draft = tiny_draft(ling(torch.device("cpu"))).to(device)
+    taps = 1 if config is FEWER else 3
+    draft = tiny_draft(ling(torch.device("cpu"), config), num_layers=1, num_taps=taps).to(device)
     tuning = Tuning() if device.type == "cuda" else Tuning(mla_lanes=2, draft_lanes=2)
     step = GraphStep(target, draft, context=300, tuning=tuning, peers=peers)
     # the draft's block has fewer slots than a heap has room for
@@ -96,10 +103,10 @@ def rank_outputs(
     return outputs(step, asked)
 
 
-def _interpreted(rank: int, heaps: list[Tensor], asked: Any, drafted: bool, said: Any) -> None:
+def _interpreted(rank: int, heaps: list[Tensor], asked: Any, said: Any) -> None:
     torch.set_num_threads(1)
     try:
-        said.put((rank, rank_outputs(rank, heaps, asked, drafted)))
+        said.put((rank, rank_outputs(rank, heaps, asked, FEWER)))
     except BaseException:
         said.put((rank, traceback.format_exc()))
 
@@ -107,18 +114,17 @@ def _interpreted(rank: int, heaps: list[Tensor], asked: Any, drafted: bool, said
 @pytest.mark.skipif(torch.cuda.is_available(), reason="through the interpreter")
 def test_two_interpreted_ranks_are_one_model() -> None:
     # filtered: the whole path of a decision
-    asked = [([7, 300, 41, 77, 300, 41], replace(FILTERED, max_new_tokens=4))]
-    target = ling(torch.device("cpu"))
+    asked = [([7, 300, 41, 77, 300, 41], replace(FILTERED, max_new_tokens=3))]
+    target = ling(torch.device("cpu"), FEWER)
     expected = [decode(target, None, ids, params).token_ids for ids, params in asked]
     # of both ranks' parts of the vocabulary
     assert min(expected[0][1:]) < 256 <= max(expected[0][1:])
-    size = exchange_heap(CONFIG, 2)
+    size = exchange_heap(FEWER, 2)
     heaps = [torch.zeros(size, dtype=torch.uint8).share_memory_() for _ in range(2)]
     context: Any = multiprocessing.get_context("fork")
     said = context.Queue()
     ranks = [
-        context.Process(target=_interpreted, args=(rank, heaps, asked, True, said))
-        for rank in range(2)
+        context.Process(target=_interpreted, args=(rank, heaps, asked, said)) for rank in range(2)
     ]
     for one in ranks:
         one.start()
@@ -128,12 +134,12 @@ def test_two_interpreted_ranks_are_one_model() -> None:
     assert found == {0: expected, 1: expected}
 
 
-def _on_gpu(rank: int, ranks: int, name: str, asked: Any, drafted: bool, said: Any) -> None:
+def _on_gpu(rank: int, ranks: int, name: str, asked: Any, said: Any) -> None:
     device = torch.device("cuda:0")
     try:
         seat = Seat(rank, ranks, name, "", 600, shared_gpu=True)
         group = join(seat, Board(ranks, name), device, exchange_heap(CONFIG, ranks), None)
-        said.put((rank, rank_outputs(rank, list(group.peers.heaps), asked, drafted)))
+        said.put((rank, rank_outputs(rank, list(group.peers.heaps), asked)))
     except BaseException:
         said.put((rank, traceback.format_exc()))
 
@@ -156,7 +162,7 @@ def test_ranks_that_share_a_gpu_are_one_model(ranks: int) -> None:
     context: Any = multiprocessing.get_context("spawn")
     said, board = context.Queue(), Board(ranks)
     processes = [
-        context.Process(target=_on_gpu, args=(rank, ranks, board.name, asked, True, said))
+        context.Process(target=_on_gpu, args=(rank, ranks, board.name, asked, said))
         for rank in range(ranks)
     ]
     for one in processes:
