@@ -13,12 +13,12 @@ import torch
 from dspark.decoding import DecodeParams, SamplingParams, decode
 from dspark.errors import ConfigError
 from dspark.kernels.accept import Field
-from dspark.serving.graph.decoder import GraphDecoder
 from dspark.serving.graph.draft_body import DraftBody
 from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
 from dspark.target import HFTarget
 from dspark.testing import tiny_draft, tiny_target
+from tests.kernels.oracle import Oracle, outputs
 
 GREEDY = DecodeParams(max_new_tokens=256, ignore_eos=True)
 SAMPLED = replace(GREEDY, sampling=SamplingParams(temperature=0.8, seed=(5 << 33) + 3))
@@ -50,38 +50,6 @@ def prompt(seed: int, length: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(4, 250, (length,), generator=generator).tolist()
     return ids
-
-
-class Oracle:
-    """Proposes what it was told, at the positions it was told: a draft as good as one likes."""
-
-    def __init__(self, step: GraphStep, limit: int) -> None:
-        step.limit = step.target_body.most_rows = limit
-        step.target_body.most_rows += 1
-        self.step = step
-        self.table = torch.zeros(2048, dtype=torch.int32, device=step.device)
-        self.slots = torch.arange(16, device=step.device)
-        self.generator = torch.Generator().manual_seed(limit)
-        step.propose = self  # type: ignore[method-assign]
-
-    def tell(self, tokens: list[int], wrong: float = 0.0) -> None:
-        """Propose ``tokens``, a share ``wrong`` of them mistaken."""
-        known = torch.tensor(tokens, dtype=torch.int32)
-        noise = torch.rand(len(known), generator=self.generator) < wrong
-        self.table[: len(known)] = torch.where(noise, known ^ 1, known).to(self.table.device)
-
-    def __call__(self) -> None:
-        arena = self.step.arena
-        at = arena.of(Field.CURSOR).long() + 1 + self.slots
-        arena.proposals.copy_(self.table[at])
-        arena.of(Field.COUNT).copy_(arena.of(Field.LIMIT))
-
-
-def outputs(step: GraphStep, ids: list[int], params: DecodeParams) -> tuple[list[int], list[int]]:
-    """Tokens, and how many proposals each step kept."""
-    commits = list(GraphDecoder(step).stream(ids, params))
-    assert commits[-1].finish_reason is not None
-    return [one for c in commits for one in c.token_ids], [c.num_accepted for c in commits[1:]]
 
 
 @FAMILIES

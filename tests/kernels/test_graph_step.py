@@ -4,7 +4,6 @@ On a GPU long outputs through the graph; on a CPU a few steps of the same launch
 interpreter, which takes half a minute a step.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
 from dspark.target import LingTarget
 from dspark.testing import TINY_LING, tiny_draft, tiny_ling
+from tests.kernels.oracle import Oracle, outputs
 
 GREEDY = DecodeParams(max_new_tokens=256, ignore_eos=True)
 SAMPLED = replace(GREEDY, sampling=SamplingParams(temperature=0.8, seed=(5 << 33) + 3))
@@ -39,48 +39,13 @@ def prompt(seed: int, length: int) -> list[int]:
     return ids
 
 
-class Oracle:
-    """Proposes what it was told, at the positions it was told: a draft as good as one likes."""
-
-    def __init__(self, step: GraphStep, seed: int) -> None:
-        self.step = step
-        self.table = torch.zeros(2048, dtype=torch.int32, device=step.device)
-        self.slots = torch.arange(16, device=step.device)
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def tell(self, tokens: Sequence[int], wrong: float) -> None:
-        """Propose ``tokens``, a share ``wrong`` of them mistaken."""
-        known = torch.tensor(list(tokens), dtype=torch.int32)
-        noise = torch.rand(len(known), generator=self.generator) < wrong
-        self.table[: len(known)] = torch.where(noise, known ^ 1, known).to(self.table.device)
-
-    def __call__(self) -> None:
-        arena = self.step.arena
-        at = arena.of(Field.CURSOR).long() + 1 + self.slots
-        arena.proposals.copy_(self.table[at])
-        arena.of(Field.COUNT).copy_(arena.of(Field.LIMIT))
-
-
 def with_oracle(
     target: LingTarget, context: int = 512, limit: int = 15
 ) -> tuple[GraphStep, Oracle]:
     """A step without a draft model that verifies up to ``limit`` proposals all the same."""
     tuning = Tuning() if target.device.type == "cuda" else Tuning(mla_lanes=2)
     step = GraphStep(target, None, context=context, tuning=tuning)
-    step.limit = step.target_body.most_rows = limit
-    step.target_body.most_rows += 1
-    oracle = Oracle(step, 0)
-    step.propose = oracle  # type: ignore[method-assign]
-    return step, oracle
-
-
-def outputs(
-    step: GraphStep, ids: Sequence[int], params: DecodeParams
-) -> tuple[list[int], list[int]]:
-    """Tokens, and how many proposals each step kept."""
-    commits = list(GraphDecoder(step).stream(ids, params))
-    assert commits[-1].finish_reason is not None
-    return [one for c in commits for one in c.token_ids], [c.num_accepted for c in commits[1:]]
+    return step, Oracle(step, limit)
 
 
 @pytest.mark.gpu
