@@ -175,8 +175,13 @@ class Settled:
             check_fit(shape, TargetShape.of(config, str(options.config)), where)
             block = shape.block_size or 0
         _check_shapes(config, shape, options.ranks)
-        wanted = options.num_draft_tokens
-        proposals = draft_limit(block, min(block, MAX_PROPOSALS) if wanted is None else wanted)
+        wanted, most = options.num_draft_tokens, min(block, MAX_PROPOSALS)
+        if wanted is not None and wanted > most:
+            raise ConfigError(
+                f"tokens must lie in 2..{most + 1} with a block of {block}, the anchor and its "
+                f"proposals, got {wanted + 1}"
+            )
+        proposals = draft_limit(block, most if wanted is None else wanted)
         accept = (1 + proposals) / 2 if options.accept_length is None else options.accept_length
         return cls(shape, proposals, accept_schedule(accept, proposals))
 
