@@ -93,7 +93,8 @@ def main() -> None:
         options["dspark_tokens"] = True
     messages: list[dict[str, str]] = []
     timeout = httpx.Timeout(600, connect=5)
-    with httpx.Client(base_url=args.address, headers=headers, timeout=timeout) as client:
+    base = args.address.rstrip("/").removesuffix("/v1")
+    with httpx.Client(base_url=base, headers=headers, timeout=timeout) as client:
         while True:
             try:
                 said = input("> ").strip()

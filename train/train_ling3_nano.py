@@ -12,7 +12,6 @@ import argparse
 import json
 import logging
 import math
-import platform
 import sys
 import time
 from collections import Counter
@@ -437,6 +436,8 @@ def card(report: dict[str, Any]) -> str:
         for part, of in (("trained on", text["train"]), ("held out", text["heldout"]))
     )
     parts = ", ".join(f"{name} {count:,}" for name, count in report["parameters"].items())
+    seconds = report["wall_s"]
+    passes = report["tokens_seen"] / report["tokens"]["train"]
     dropped = ", ".join(f"{why} {count}" for why, count in text["dropped"].items()) or "none"
     return f"""# ling3-nano
 
@@ -448,14 +449,16 @@ of serving. What it says is not to be relied on.
 Parameters: {parts}.
 
 Text (documents): {amounts}. Conversations are answers sampled from SmolLM2-135M-Instruct
-(Apache-2.0); code is the library of Python {platform.python_version()}, without its tests.
+(Apache-2.0); code is the library of Python {report["python"]}, without its tests.
 Dropped: {dropped}. Excluded were texts of {", ".join(report["excluded_files"]) or "no file"}: no
 document shares 13 words in a row or a whole sentence with one. Documents are held out by a hash
 of prompt or file; none is repeated within a pass, and a row of training holds several, one behind
 the other.
 
-{report["steps"]:,} steps, {report["tokens_seen"]:,} tokens in {report["wall_s"]:g} s, all told.
-Bits per byte of held-out text (conversations: of the answers), the same documents for every model:
+{report["steps"]:,} steps, {report["tokens_seen"]:,} tokens ({passes:.1f} passes), in {seconds:g} s
+all told.
+Bits per byte of held-out text (conversations: of the answers, which are SmolLM2's own and so easy
+for it), the same documents for every model:
 
 | | {" | ".join(kinds)} |
 |---|{"---|" * len(kinds)}

@@ -36,7 +36,11 @@ async def connect(
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     try:
         async with httpx.AsyncClient(
-            base_url=address, headers=headers, timeout=_TIMEOUT, limits=limits
+            # OpenAI's clients are given the address with /v1
+            base_url=address.rstrip("/").removesuffix("/v1"),
+            headers=headers,
+            timeout=_TIMEOUT,
+            limits=limits,
         ) as http:
             client = Client(http, model or await _first_model(http))
             client.by_chunk = await client.info() is not None

@@ -118,6 +118,8 @@ def compare(
     """
     limits = limits_of(prompts, max_tokens, concurrency)
     options = options_of(temperature, seed, ignore_eos)
+    if base != NO_DRAFT and not base.startswith(("http://", "https://")):
+        raise ConfigError(f"--compare must be {NO_DRAFT} or begin with http://, got '{base}'")
 
     async def run() -> Comparison:
         async with AsyncExitStack() as stack:

@@ -29,9 +29,10 @@ def bench_serving(
     workload: Annotated[
         str, typer.Option(help="chat (template), prompts (text as it is) or random (SGLang's).")
     ] = "chat",
-    address: Annotated[str, typer.Option(help="Of an OpenAI-compatible server.")] = (
-        "http://127.0.0.1:8000"
-    ),
+    address: Annotated[
+        str,
+        typer.Option("--address", "--base-url", help="Of an OpenAI-compatible server."),
+    ] = "http://127.0.0.1:8000",
     limit: Annotated[
         int | None,
         typer.Option("--limit", "--num-prompts", min=1, help="First N prompts; random: requests."),

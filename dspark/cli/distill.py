@@ -118,7 +118,7 @@ def _export(
             f"confidence temperatures fitted on {found['rounds']} rounds of "
             f"{found['num_prompts']} prompts: error of survival {before:.1f}% before, "
             f"{after:.1f}% after"
-            + ("" if found["gains"] else "; not written, for they do not gain")
+            + ("" if found["gains"] else "; not written, for the Brier score does not gain")
         )
     finish(record, as_json)
 

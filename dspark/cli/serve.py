@@ -46,7 +46,10 @@ def _serve(
     ] = 512,
     max_output_tokens: Annotated[int, typer.Option(help="Most a request may ask for.")] = 8192,
     prefix_cache_bytes: Annotated[
-        int, typer.Option(help="For prompts that begin like earlier ones; 0: read each whole.")
+        int,
+        typer.Option(
+            help="For prompts that begin like earlier ones; 0, or nextn:N: each is read whole."
+        ),
     ] = 1 << 30,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait.")] = 32,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 4 << 20,

@@ -67,7 +67,8 @@ class Api:
         """Bearer key, when the server has one; the page, /health, /ping and /metrics stay open."""
         if self.api_key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else ""
         # starlette reads header bytes as latin-1; a key may hold anything
         if not hmac.compare_digest(given.encode("latin-1"), self.api_key.encode()):
             raise ApiError(

@@ -73,7 +73,11 @@ class Metrics:
         self._add(Counter, "prompt_tokens", "Prompt tokens of finished requests.")
         self._add(Counter, "cached_tokens", "Of these, tokens that were not read again.")
         self._add(Counter, "generation_tokens", "Output tokens of finished requests.")
-        self._add(Counter, "aborted_requests", "Requests ended by a disconnect or a deadline.")
+        self._add(
+            Counter,
+            "aborted_requests",
+            "Requests ended by a disconnect, /abort_request or a deadline.",
+        )
         self._add(Counter, "failed_requests", "Requests ended by an error.")
         self._add(Counter, "spec_drafts", "Verify steps with proposals.")
         self._add(Counter, "spec_draft_tokens", "Tokens proposed by the draft.")

@@ -139,6 +139,11 @@ def test_a_server_without_a_draft_cannot_turn_it_off(plain: str) -> None:
         compare(plain, NO_DRAFT, PROMPTS)
 
 
+def test_a_base_that_is_no_address_is_named_before_anything_is_asked() -> None:
+    with pytest.raises(ConfigError, match="--compare must be no-draft or begin with http://"):
+        compare("http://127.0.0.1:9", "nodraft", ["abc"])
+
+
 def test_the_graph_engine_is_compared_with_a_second_server(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,10 @@ def test_requests_may_overlap(address: str) -> None:
     assert report.concurrency > 1.5
 
 
+def test_an_address_may_end_as_that_of_an_openai_client(address: str) -> None:
+    assert measure(f"{address}/v1/", ["abc"], max_tokens=2, ignore_eos=True).failed == 0
+
+
 def test_another_clients_tokens_are_noticed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flush = Client.flush
 

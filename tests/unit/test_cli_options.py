@@ -202,7 +202,7 @@ def test_export_encodes_the_prompts_to_calibrate_with(
     assert "300 rounds of 3 prompts: error of survival 5.0% before, 2.0%" in capsys.readouterr().out
     found["gains"] = False
     assert run(monkeypatch, "export", "run", "out", *words) == 0
-    assert "2.0% after; not written, for they do not gain" in capsys.readouterr().out
+    assert "2.0% after; not written, for the Brier score does not gain" in capsys.readouterr().out
     for option, value in (("--calibrate-limit", "2"), ("--calibrate-temperature", "0.0")):
         export.args = ()
         assert run(monkeypatch, "export", "run", "out", option, value) == 2

@@ -119,12 +119,25 @@ def test_a_mini_one_learns_and_loads(tmp_path: Path) -> None:
     assert torch.nn.functional.cross_entropy(guess[:-1], ids[0, 2:]) < 5.4
 
 
-def test_what_would_waste_a_training_is_refused_before_it(tmp_path: Path) -> None:
+def program_of() -> Any:
     spec = importlib.util.spec_from_file_location("nano", ROOT / "train/train_ling3_nano.py")
     assert spec is not None
     assert spec.loader is not None
-    program: Any = importlib.util.module_from_spec(spec)
+    program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
+    return program
+
+
+def test_the_shipped_card_is_that_of_its_training() -> None:
+    shipped = ROOT / "checkpoints/ling3-nano"
+    report = json.loads((shipped / "training.json").read_text())
+    card = (shipped / "README.md").read_text()
+    assert card == program_of().card(report)
+    assert f"{report['tokens_seen'] / report['tokens']['train']:.1f} passes" in card
+
+
+def test_what_would_waste_a_training_is_refused_before_it(tmp_path: Path) -> None:
+    program = program_of()
     (tmp_path / "held").mkdir()
     (tmp_path / "held/model.safetensors").touch()
     with pytest.raises(ConfigError, match=r"already holds model\.safetensors"):

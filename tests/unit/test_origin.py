@@ -169,6 +169,7 @@ def test_origins_do_not_depend_on_where_deltas_are_cut() -> None:
 
 def chat(address: str, *, tty: bool, **env: str) -> str:
     """What the client prints over one question."""
+    address += "" if tty else "/v1"  # as OpenAI's clients are given it
     words = [sys.executable, "serve/chat_client.py", "--address", address]
     clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM")}
     env = {**clean, "DSPARK_API_KEY": "k", "TERM": "xterm", **env}

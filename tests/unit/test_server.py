@@ -412,6 +412,10 @@ def test_a_key_is_needed_where_one_is_set(pair: tuple[Any, Any]) -> None:
             == "invalid_api_key"
         )
         assert http.get("/v1/models", headers={b"Authorization": bearer}).status_code == 200
+        # the name of a scheme has no case (RFC 9110); a key needs one
+        for headers, status in ((bearer.lower(), 200), (bearer.partition(b" ")[2], 401)):
+            answer = http.get("/v1/models", headers={b"Authorization": headers})
+            assert answer.status_code == status
         assert http.get("/health").status_code == 200
 
 
