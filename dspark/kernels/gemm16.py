@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dspark.kernels.launch import ROWS, begin, dot, flags
 
-__all__ = ["ask", "asking", "gemm16", "gemm16_reference"]
+__all__ = ["gemm16", "gemm16_reference"]
 
 
 def gemm16_reference(
@@ -24,29 +24,6 @@ def gemm16_reference(
     """Partial products over ``splits`` equal parts of K; their sum is ``x @ weight.T``."""
     parts = zip(x.float().chunk(splits, 1), weight.float().chunk(splits, 1), strict=True)
     return torch.stack([left @ right.T for left, right in parts])
-
-
-@triton.jit
-def ask(
-    weight, N,
-    K: tl.constexpr, LENGTH: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """Send the first ``LENGTH`` numbers of a program's weight rows to the L2 cache, and go on.
-
-    Weights are constants: they can be on their way before the rows are there.
-    """
-    piece = tl.arange(0, BN * PIECES)
-    row = tl.minimum(tl.program_id(0) * BN + piece // PIECES, N - 1).to(tl.int64)
-    at = row * K + piece % PIECES * (LENGTH // PIECES)
-    tl.inline_asm_elementwise(
-        PREFETCH, "=r,l", [weight + at], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-def asking(part: int) -> str:
-    """What `ask` runs for ``part`` bytes, a multiple of 16."""
-    return f"cp.async.bulk.prefetch.L2.global [$1], {part}; mov.u32 $0, 0;"
 
 
 @triton.jit
@@ -62,7 +39,13 @@ def _gemm16_kernel(
     w = weight + n[None, :].to(tl.int64) * K + k[:, None]
     live = n[None, :] < N
     if PIECES > 0:
-        ask(weight + tl.program_id(1) * K_SPLIT, N, K, K_SPLIT, BN, PIECES, PREFETCH)
+        # weights are constants: on their way to the L2 cache before the rows are there
+        piece = tl.arange(0, BN * PIECES)
+        row = tl.minimum(tl.program_id(0) * BN + piece // PIECES, N - 1).to(tl.int64)
+        at = row * K + tl.program_id(1) * K_SPLIT + piece % PIECES * (K_SPLIT // PIECES)
+        tl.inline_asm_elementwise(
+            PREFETCH, "=r,l", [weight + at], dtype=tl.int32, is_pure=False, pack=1
+        )
     EVEN: tl.constexpr = K_SPLIT % BK == 0
     # zeros behind the end of a split change no sum
     inside = tl.arange(0, BK) < K_SPLIT
@@ -124,6 +107,6 @@ def gemm16(
     _gemm16_kernel[(triton.cdiv(n, block_n), splits)](
         x, weight, out, n, x.stride(0),
         K=k, K_SPLIT=k // splits, BN=block_n, BK=block_k, PIECES=pieces,
-        PREFETCH=asking(part),
+        PREFETCH=f"cp.async.bulk.prefetch.L2.global [$1], {part}; mov.u32 $0, 0;",
         ROWS=ROWS, num_warps=warps, num_stages=stages, **overlap,
     )  # fmt: skip

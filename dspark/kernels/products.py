@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark.kernels.gemm16 import ask, asking
 from dspark.kernels.launch import ROWS, begin, dot, flags
 
 __all__ = ["gate_up16", "gated_gemm16", "gated_reference", "swiglu16"]
@@ -81,12 +80,8 @@ def _swiglu_kernel(
 def _gate_up_kernel(
     x, weight, out,
     D: tl.constexpr, INNER: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PIECES: tl.constexpr, PREFETCH: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    if PIECES > 0:
-        ask(weight, INNER, D, D, BN, PIECES, PREFETCH)
-        ask(weight + INNER * D, INNER, D, D, BN, PIECES, PREFETCH)
     rows = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -126,12 +121,11 @@ def gate_up16(
     block_k: int = 128,
     warps: int = 4,
     stages: int = 4,
-    prefetch: int = 0,
     pdl: bool | None = None,
 ) -> None:
     """silu(x gate) x (x up): both products of an output in one program, so no sum is written.
 
-    Rounded as `swiglu16` does. ``prefetch``: as of `gemm16`. Nothing is allocated or waited for.
+    Rounded as `swiglu16` does. Nothing is allocated or waited for.
 
     Raises:
         ValueError: a shape or a dtype does not fit.
@@ -144,14 +138,9 @@ def gate_up16(
         )
     if not all(one.is_contiguous() and one.dtype == x.dtype for one in (x, weight, out)):
         raise ValueError("gate_up16 wants contiguous tensors of one dtype")
-    overlap = flags(x, pdl)
-    pieces = 0 if overlap["WIDE"] else prefetch
-    part = d * x.element_size() // max(pieces, 1)
-    if pieces and (part % 16 or d % pieces):
-        raise ValueError(f"gate_up16 wants D in pieces of 16 bytes, got {d} in {pieces}")
     _gate_up_kernel[(triton.cdiv(inner, block_n),)](
-        x, weight, out, D=d, INNER=inner, BN=block_n, BK=block_k, PIECES=pieces,
-        PREFETCH=asking(part), ROWS=ROWS, num_warps=warps, num_stages=stages, **overlap,
+        x, weight, out, D=d, INNER=inner, BN=block_n, BK=block_k, ROWS=ROWS, num_warps=warps,
+        num_stages=stages, **flags(x, pdl),
     )  # fmt: skip
 
 

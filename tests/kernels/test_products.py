@@ -95,7 +95,7 @@ def test_gate_and_up_are_the_layers_in_one_product(
     out = torch.full((16, inner), torch.nan, dtype=dtype, device=device)
     block_k = 128 if d > 128 else 32  # the last step is a short one, or there are only whole ones
     block_n = 16 if inner < 64 else 32
-    gate_up16(x, weight, out, block_n=block_n, block_k=block_k, prefetch=seed)
+    gate_up16(x, weight, out, block_n=block_n, block_k=block_k)
     gate, up = (x @ weight.T).chunk(2, 1)
     close = 1e-5 if dtype == torch.float32 and device.type == "cpu" else 3e-2
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up, rtol=close, atol=close)
@@ -103,7 +103,7 @@ def test_gate_and_up_are_the_layers_in_one_product(
     others = torch.full_like(x, torch.nan)
     others[3] = x[3]
     again = torch.full_like(out, torch.nan)
-    gate_up16(others, weight, again, block_n=block_n, block_k=block_k, prefetch=seed)
+    gate_up16(others, weight, again, block_n=block_n, block_k=block_k)
     assert torch.equal(again[3], out[3])
 
 

@@ -258,7 +258,7 @@ class TargetBody:
             tile = gate_up_tile(width, ffn.gate_up.shape[1])
             gate_up16(
                 arena.normed, ffn.gate_up, inner, block_n=tile.block_n, block_k=tile.block_k,
-                warps=tile.warps, stages=tile.stages, prefetch=tile.prefetch,
+                warps=tile.warps, stages=tile.stages,
             )  # fmt: skip
         out = self._product("dense FFN", "fed", inner, ffn.down)
         if self.on("norms"):
