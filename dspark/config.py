@@ -378,7 +378,8 @@ class TrainSettings(_Settings):
     compile: bool = False
     """On a GPU whose processes hold whole weights (not ZeRO-3, not FSDP): fuse the draft's layers,
     a third of a step's time less. Compiling takes half a minute, once with `data.pack_length`
-    and up to five times without, where forward passes differ in shape."""
+    and up to five times without, where forward passes differ in shape. With `data.pack_length` the
+    pass of a target in this process is compiled and captured too."""
     attention: Literal["auto", "dense"] = "auto"
     """Of the draft while it trains. auto: on a GPU, only over the tiles of the context that are
     seen (flex attention, compiled at the first step); dense: with a mask of the whole."""

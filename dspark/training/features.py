@@ -5,7 +5,7 @@ that the shards were written in.
 A row may turn out to have none that can be learned from: it is left out here, as capture does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,10 +31,12 @@ def batch_features(
     tap_scales: Tensor | None = None,  # [B, S, F], of 8-bit taps
     last_scales: Tensor | None = None,  # [B, S, 1], of an 8-bit final state
     partial: bool = False,
+    packed: Callable[[Tensor, Sequence[int], Tensor], Features | None] | None = None,
 ) -> Features:
     """Taps and last hidden states on the device of ``input_ids``, without a graph.
 
     With ``partial`` the documents of ``spans`` alone are computed, and the others' features are 0.
+    ``packed`` stands in for `Target.packed_features`.
 
     Padding on the right needs no mask: nothing before it can see it, and no anchor stands in it.
     Documents that share a row are computed under a mask where the target can (a pass for every
@@ -48,7 +50,9 @@ def batch_features(
         return target.features(input_ids, layer_ids)
     found: Features | None = None
     if together and input_ids.shape[1] <= _PACKED:
-        found = target.packed_features(input_ids, layer_ids, _documents(input_ids, spans))
+        found = (packed or target.packed_features)(
+            input_ids, layer_ids, _documents(input_ids, spans)
+        )
         if found is not None:
             return found
     documents = [input_ids[row, first : first + tokens] for row, first, tokens in spans]

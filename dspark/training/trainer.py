@@ -32,6 +32,7 @@ from dspark.export.config_json import ARCHITECTURES, from_json, read_json, to_js
 from dspark.progress import Bar
 from dspark.target import load_tokenizer, resolve
 from dspark.training import build, changes, checkpoint, ema, launch, validation
+from dspark.training.captured import CapturedFeatures
 from dspark.training.checkpoint import Best, Saved, TrainState
 from dspark.training.engine import autocast_dtype, build_engine, can_compile
 from dspark.training.features import batch_features, gather_rows, silence
@@ -160,8 +161,12 @@ class Trainer:
             )
         self.draft.sparse_attention = settings.attention == "auto" and kernels.installed()
         strategy = launch.strategy_of(os.environ)
+        self._packed: CapturedFeatures | None = None
         if settings.compile and can_compile(strategy, accelerator):
             self.draft.compile_training()
+            # one shape
+            if pool is None and config.data.pack_length is not None:
+                self._packed = CapturedFeatures(self.target)
         if settings.gradient_checkpointing:
             build.checkpoint_layers(self.draft)
         named = dict(self.draft.trainable())
@@ -345,6 +350,7 @@ class Trainer:
                 one.spans,
                 tap_scales=one.tap_scales,
                 last_scales=one.last_scales,
+                packed=self._packed,
             )
         usable = features.usable_documents(one.documents, len(one.spans))
         self._usable.append((one.row_ids, usable))  # read when a line is due
