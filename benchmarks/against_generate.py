@@ -1,7 +1,7 @@
 """Our loop with a draft beside our plain loop and transformers' `generate`, in turns, one process.
 
     PYTHONPATH=. python benchmarks/against_generate.py --limit 12 --max-new-tokens 96 \\
-        --draft checkpoints/smollm2-135m-dspark-block8 --prompts gsm8k.jsonl humaneval.jsonl
+        --draft checkpoints/smollm2-135m-dspark-block16 --prompts gsm8k.jsonl humaneval.jsonl
 
 Greedy, batch 1. `generate` runs plain and with its prompt-lookup assistant, on a copy of the model
 that nothing of ours has touched. Each figure is the time of whole requests, prompt included, over

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=24)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--anchors", type=int, default=64, help="blocks of a row")
-    parser.add_argument("--draft", default="checkpoints/smollm2-135m-dspark-block8")
+    parser.add_argument("--draft", default="checkpoints/smollm2-135m-dspark-block16")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     target = targets.load("smollm2-135m", dtype="float32", device="cpu")

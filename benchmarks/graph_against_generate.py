@@ -1,7 +1,7 @@
 """The captured step with a draft beside itself without one, and transformers' `generate`, on a GPU.
 
     PYTHONPATH=. python benchmarks/graph_against_generate.py --limit 16 --max-new-tokens 256 \\
-        --draft checkpoints/smollm2-135m-dspark-block8 --prompts gsm8k.jsonl humaneval.jsonl
+        --draft checkpoints/smollm2-135m-dspark-block16 --prompts gsm8k.jsonl humaneval.jsonl
 
 Real weights, real prompts, batch 1, one process; who begins changes from prompt to prompt. TPOT is
 the time from a request's first token to its last over the tokens behind the first, pooled over all

@@ -1,6 +1,6 @@
 """Time to the first token of a second turn, with what the first one left and without.
 
-    PYTHONPATH=. python benchmarks/prefix_reuse.py --draft checkpoints/smollm2-135m-dspark-block8
+    PYTHONPATH=. python benchmarks/prefix_reuse.py --draft checkpoints/smollm2-135m-dspark-block16
 
 Prompts are random ids. Medians of the wall clock and, in brackets, of the processor's time, which
 other programs disturb less.

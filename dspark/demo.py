@@ -47,6 +47,8 @@ NEW_TOKENS = 64
 _SERVED_PROMPTS = 2
 _LIBRARY_TOKENS = 24
 PLAIN_TOKENS = 6
+NUM_DRAFT_TOKENS = 7
+"""Of the released draft's 15: they and the anchor fill one tile of 8 verify rows on a CPU."""
 _SCRATCH = (
     "draft.init_from=null",
     "draft.num_layers=1",
@@ -113,7 +115,14 @@ def run(out: Path, released: Path) -> dict[str, Any]:
         max_new_tokens=NEW_TOKENS,
         plain_tokens=PLAIN_TOKENS,
     )
-    evaluation = evaluate(target, draft, tokenizer, read_sets(settings.prompts), settings)
+    evaluation = evaluate(
+        target,
+        draft,
+        tokenizer,
+        read_sets(settings.prompts),
+        settings,
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+    )
     drafts = _compare_drafts(target, evaluation, released, scratch_run)
     library = _time_library(target, evaluation)
     log.info("6/6 serve")
@@ -194,7 +203,6 @@ def _compare_drafts(
     scratch_run: Path,
 ) -> _Drafts:
     """The other two along the outputs that were just decoded with the new one."""
-    params = DecodeParams(NEW_TOKENS)
     ids, runs = evaluation.prompt_ids["heldout"], evaluation.runs["heldout"]
     drafts = (
         load_draft(released, target=target),
@@ -205,6 +213,8 @@ def _compare_drafts(
         # both read the same layers
         taps = target.features(torch.tensor([[*prompt, *run.plain]]), drafts[0].layer_ids).taps[0]
         for stats, draft in zip(each, drafts, strict=True):
+            most = min(NUM_DRAFT_TOKENS, draft.block_size)
+            params = DecodeParams(NEW_TOKENS, num_draft_tokens=most)
             stats.append(replay(target, draft, prompt, run.plain, params, taps=taps))
     before, scratch = (pooled(stats, stats[0].block_size) for stats in each)
     after = [run.drafted.stats for run in runs]

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 target=${1:-smollm2-135m}
-draft=${2:-checkpoints/smollm2-135m-dspark-block8}
+draft=${2:-checkpoints/smollm2-135m-dspark-block16}
 shift $(($# < 2 ? $# : 2))
 python=.venv/bin/python
 [ -x "$python" ] || python=python3

@@ -136,7 +136,7 @@ def _convert(
 ) -> None:
     """Write a draft in the layout of other readers; the weights stay the same to the bit.
 
-    Example: dspark convert checkpoints/smollm2-135m-dspark-block8 /tmp/draft --to vllm
+    Example: dspark convert checkpoints/smollm2-135m-dspark-block16 /tmp/draft --to vllm
     """
     from dspark.export.convert import convert_draft
     from dspark.target import load, outline

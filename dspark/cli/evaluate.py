@@ -70,7 +70,7 @@ def _eval(
 ) -> None:
     """Accept length of drafts on prompt sets, beside plain decoding, and whether it is lossless.
 
-    Example: dspark eval --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block8
+    Example: dspark eval --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block16
     --prompts data/prompts/heldout.jsonl --limit 8 --temperature 0 --temperature 1
     """
     from dspark import provenance

@@ -65,7 +65,7 @@ def _serve(
 ) -> None:
     """OpenAI-compatible server over target and draft.
 
-    Example: dspark serve --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block8
+    Example: dspark serve --target smollm2-135m --draft checkpoints/smollm2-135m-dspark-block16
     """
     from dspark.decoding import nextn_proposals
     from dspark.export.template import warn_of_another
@@ -319,7 +319,7 @@ def _needs_gpu(what: str, instead: str) -> None:
 def _demo(
     out: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("outputs/demo"),
     draft: Annotated[Path, typer.Option(help="Released draft to start from.")] = Path(
-        "checkpoints/smollm2-135m-dspark-block8"
+        "checkpoints/smollm2-135m-dspark-block16"
     ),
 ) -> None:
     """The main job end to end on a CPU: sample, distil, export, serve, measure.

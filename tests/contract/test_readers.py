@@ -97,9 +97,9 @@ def test_a_draft_of_ling_is_read_too(tmp_path: Path, format: Format) -> None:
 
 @pytest.mark.parametrize("reader", ["sglang", "vllm"])
 def test_the_released_draft_is_read(reader: str) -> None:
-    config, shapes = read(ROOT / "checkpoints" / "smollm2-135m-dspark-block8")
+    config, shapes = read(ROOT / "checkpoints" / "smollm2-135m-dspark-block16")
     taken = READERS[reader](config, shapes, Served(vocabulary=49152, layers=30))
-    assert (taken.proposals, taken.taps) == (8, (1, 8, 14, 20, 27))
+    assert (taken.proposals, taken.taps) == (16, (1, 8, 14, 20, 27))
 
 
 def changed(config: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
