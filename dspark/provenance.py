@@ -67,13 +67,19 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _program() -> str:
+    """As a person would call it: `python -m dspark` is `dspark`."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.name == "__main__.py" else path.name
+
+
 def collect(**extra: Any) -> dict[str, Any]:
     """Versions, revision, command line and time, plus whatever the caller adds."""
     return {
         "dspark": dspark.__version__,
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [_program(), *sys.argv[1:]],
         "python": platform.python_version(),
         "packages": versions(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -60,6 +60,7 @@ _INTEGERS = frozenset(LAYER_KEYS) - {"hidden_act", "rms_norm_eps"} | {
     "markov_rank",
 }
 _MAY_BE_ZERO = ("mask_token_id", "markov_rank")
+_MOST = 2**31 - 1
 
 
 def read_json(directory: Path) -> dict[str, Any]:
@@ -101,8 +102,8 @@ def from_json(
     check_keys(raw, where)
     if is_speculators(raw):
         raw = {**flatten(raw, where), "architectures": [family_of(raw)]}
-    names = raw.get("architectures") or [None]
-    if names[0] not in ARCHITECTURES:
+    names = raw.get("architectures")
+    if not (isinstance(names, list) and names and names[0] in ARCHITECTURES):
         raise CheckpointError(
             f"{where}: architectures is {names!r}, but a DSpark draft says "
             f"{', '.join(ARCHITECTURES[:-1])} or {ARCHITECTURES[-1]}"
@@ -123,6 +124,8 @@ def from_json(
             raise CheckpointError(f"{where}: {key} must be an integer, got {flat[key]!r}")
         if flat[key] < 1 and key not in _MAY_BE_ZERO:
             raise CheckpointError(f"{where}: {key} must be >= 1, got {flat[key]}")
+        if flat[key] > _MOST:
+            raise CheckpointError(f"{where}: {key} must be <= {_MOST}, got {flat[key]}")
     eps, act = flat["rms_norm_eps"], flat["hidden_act"]
     if isinstance(eps, float) and not 0 < eps < math.inf:
         raise CheckpointError(f"{where}: rms_norm_eps must be finite and above 0, got {eps}")
@@ -147,6 +150,9 @@ def from_json(
 def _rope(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
     """transformers' `rope_parameters`, from its new place or from theta and scaling."""
     new, old = flat.get("rope_parameters") or {}, flat.get("rope_scaling") or {}
+    for key, block in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(block, Mapping):
+            raise CheckpointError(f"{where}: {key} must be an object, got {block!r}")
     rope, scaling = (
         {("rope_type" if k == "type" else k): v for k, v in dict(one).items()}
         for one in (new or old, old)
@@ -169,6 +175,8 @@ def _rope(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{where}: rope_theta is {outer} at the top level and {theta} in rope_parameters"
         )
+    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise CheckpointError(f"{where}: rope_theta must be finite and above 0, got {theta!r}")
     return rope
 
 

@@ -151,10 +151,11 @@ def check_meaning(flat: Mapping[str, Any], where: str) -> None:
                 f"{where}: {key} is {flat[key]!r}; only {value!r} is understood (this draft's "
                 "blocks, rows or weights would be read with another meaning)"
             )
-    others = sorted(set(flat.get("layer_types") or ()) - {"full_attention"})
+    types = flat.get("layer_types") or []
+    others = [one for one in types if one != "full_attention"] if isinstance(types, list) else types
     if others:
         raise CheckpointError(
-            f"{where}: layer_types holds {', '.join(others)}; only full_attention is understood"
+            f"{where}: layer_types is {types!r}; only a list of 'full_attention' is understood"
         )
     for key, same, of in (
         ("draft_vocab_size", "vocab_size", "drafts over a part of the vocabulary"),

@@ -39,6 +39,7 @@ _WRITTEN = ("config.json", INDEX_NAME, PROVENANCE_NAME, PROBE_NAME, _CARD)
 _NOTE = "> Converted by dspark to the layout"
 _NOTE_AT = re.compile(r"\A(?P<head>---\n.*?^---\n)?(?:\s*" + _NOTE + r"[^\n]*\n)?\n*", re.S | re.M)
 _BEFORE = ", before a conversion"
+_ANYWHERE = "ANY-DIRECTORY"
 
 
 def convert_draft(
@@ -74,9 +75,11 @@ def convert_draft(
     draft = fitting_model(config, weights, str(source))
     if reason := unreadable(config, format):
         log.warning("the layout is written, but %s", reason)
+    tables = _holds_tables(weights)
     weights = _with_tables(weights, format, load_target, slim)
     record = _record(source, target)
     record.setdefault("num_parameters", sum(one.numel() for _, one in draft.trainable()))
+    renewed = _is_rendered(source, record, config, tables)
     origin = _origin(read_json(source), record, target, weights)
     if format == "vllm" and origin.verifier is None:
         log.warning("the name of the target is not known (--target): whoever serves must tell it")
@@ -89,8 +92,9 @@ def convert_draft(
         if record.get("check"):
             record.setdefault("checked_as", record["format"])
         record |= {"format": format, "converted_from": source.resolve().name}
-        if record.get("card"):
-            provenance.write_text(aside / _CARD, _card(record, config, weights, place))
+        if renewed:
+            card = _card(record, config, _holds_tables(weights), place.name)
+            provenance.write_text(aside / _CARD, card)
         elif (source / _CARD).is_file():
             provenance.write_text(aside / _CARD, _noted(source / _CARD, format))
         _hand_on_probe(source, aside)
@@ -133,6 +137,9 @@ def _record(source: Path, target: Target | None) -> dict[str, Any]:
     if path.exists():
         told = provenance.read_object(path, CheckpointError)
         if told.get("kind") == "dspark-export":
+            named = told.get("target", {})
+            if not (isinstance(named, Mapping) and isinstance(named.get("name", ""), str)):
+                raise _garbled(path, f"target is {named!r}")
             return told
     record: dict[str, Any] = provenance.collect(kind="dspark-export")
     if target is not None:
@@ -168,7 +175,7 @@ def _origin(
 
 
 def _noted(card: Path, format: Format) -> str:
-    """A card that nothing here can write anew, as one of another draft's."""
+    """A card that nothing here can write anew, as that of another draft."""
     note = (
         f"{_NOTE} {format}. This is the card of the draft that it was made of, commands included."
     )
@@ -189,19 +196,38 @@ def _hand_on_probe(source: Path, aside: Path) -> None:
     save_probe(aside, replace(probe, expected_from=origin))
 
 
-def _card(
-    record: Mapping[str, Any],
-    config: DSparkConfig,
-    weights: Mapping[str, Tensor],
-    place: Path,
-) -> str:
+def _card(record: Mapping[str, Any], config: DSparkConfig, tables: bool, path: str) -> str:
     """The card of an export of ours, whose commands depend on the layout."""
     told = dict(record["card"])
     facts = CardFacts(**{**told, "results": [SetResult(**one) for one in told["results"]]})
-    return render(
-        facts,
-        config=to_json(config, architecture=""),
-        record=record,
-        tables=all(name in weights for name in FROZEN),
-        path=place.name,
+    shape = to_json(config, architecture="")
+    return render(facts, config=shape, record=record, tables=tables, path=path)
+
+
+def _is_rendered(
+    source: Path, record: Mapping[str, Any], config: DSparkConfig, tables: bool
+) -> bool:
+    """May the card be written anew? Of one that somebody has edited that would lose the edits."""
+    if not record.get("card"):
+        return False
+    try:
+        ours = _card(record, config, tables, _ANYWHERE)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _garbled(source / PROVENANCE_NAME, str(error)) from error
+    path = source / _CARD
+    if not path.is_file():
+        return True
+    # the directory may have been moved since
+    pattern = re.escape(ours).replace(re.escape(_ANYWHERE), r"[^\n]*")
+    return bool(re.fullmatch(pattern, path.read_text(encoding="utf-8", errors="replace")))
+
+
+def _holds_tables(weights: Mapping[str, Tensor]) -> bool:
+    return all(name in weights for name in FROZEN)
+
+
+def _garbled(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not as an export writes it ({reason}): take the whole directory anew, or "
+        "remove this file"
     )

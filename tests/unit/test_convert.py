@@ -239,6 +239,7 @@ def test_a_check_is_told_of_the_layout_that_it_was_made_of(target: Target, tmp_p
     figures = {"num_prompts": 1, "max_new_tokens": 2, "accept_length": 1.5, "rounds": 1}
     record["check"] = {**figures, "expected": 1.5, "expected_from": "x"}
     (tmp_path / "a" / "provenance.json").write_text(json.dumps(record))
+    (tmp_path / "a" / "README.md").unlink()  # it was written before the record said so
     convert_draft(tmp_path / "a", tmp_path / "b", "sglang")
     convert_draft(tmp_path / "b", tmp_path / "c", "vllm")
     card = (tmp_path / "c" / "README.md").read_text()
@@ -248,6 +249,36 @@ def test_a_check_is_told_of_the_layout_that_it_was_made_of(target: Target, tmp_p
     (tmp_path / "c" / "check.json").write_text("{}")
     convert_draft(tmp_path / "c", tmp_path / "d", "hf")
     assert not (tmp_path / "d" / "check.json").exists()
+
+
+def test_a_card_that_somebody_has_edited_is_kept(copy: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(copy, tmp_path / "elsewhere"))
+    convert_draft(moved, tmp_path / "a", "hf")
+    renewed = (tmp_path / "a" / "README.md").read_text()
+    assert "--draft a\n" in renewed
+    assert "> Converted" not in renewed
+    (tmp_path / "a" / "README.md").write_text(f"---\nlicense: mit\n{renewed[4:]}\nMeasured: 3.1\n")
+    convert_draft(tmp_path / "a", tmp_path / "b", "vllm")
+    card = (tmp_path / "b" / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n")
+    assert card.endswith("\nMeasured: 3.1\n")
+    assert "> Converted by dspark to the layout vllm." in card
+    (tmp_path / "a" / "README.md").unlink()
+    convert_draft(tmp_path / "a", tmp_path / "c", "sglang")
+    assert "--draft c\n" in (tmp_path / "c" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("target", "tiny"), ("target", {}), ("card", {"a": 1}), ("training", "x")]
+)
+def test_a_record_that_no_export_wrote_so_is_one_sentence(
+    copy: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    path = copy / "provenance.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(CheckpointError, match=r"json is not as an export writes it .*: take the"):
+        convert_draft(copy, tmp_path / "out", "hf")
+    assert [one.name for one in tmp_path.iterdir()] == ["draft"]
 
 
 @pytest.mark.parametrize("head", ["---\nlicense: mit\n---\n", ""])

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dspark.errors import ConfigError, unwritable
-from dspark.provenance import LOCK, claimed, free_bytes, save_tensors
+from dspark.provenance import LOCK, claimed, collect, free_bytes, save_tensors
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -24,6 +24,14 @@ def test_tensors_are_as_readable_as_the_umask_says(tmp_path: Path, umask: int, m
         os.umask(before)
     assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == mode
     assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], torch.ones(3))
+
+
+@pytest.mark.parametrize("program", ["/x/bin/dspark", "/x/dspark/__main__.py"])
+def test_a_command_reads_as_a_person_gives_it(
+    monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr("sys.argv", [program, "export", "run"])
+    assert collect()["command"] == ["dspark", "export", "run"]
 
 
 def test_room_is_that_of_the_disk_to_be_written(
