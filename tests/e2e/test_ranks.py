@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -188,9 +189,11 @@ def test_the_command_spawns_ranks_and_ends_with_one_of_them(
             found = re.search(r"rank 1 is process (\d+)", log.read_text())
             assert found is not None
             os.kill(int(found[1]), signal.SIGSTOP)
+            begun = time.monotonic()
             until(lambda: not healthy(http), within_s=5)
             assert "rank 1 hangs" in http.get("/health").text
             assert server.wait(30) == 1
+            assert time.monotonic() - begun < 5
         assert "rank 1 hangs: no sign of life for 2.5 s" in log.read_text()
         assert "Traceback" not in log.read_text()
         assert not alive(int(found[1]))

@@ -30,7 +30,7 @@ from dspark.serving.ranks.seat import Seat, check_gpus
 from dspark.serving.settings import ServeSettings
 from dspark.target import GoOn
 from dspark.testing import save_tiny_ling, save_tiny_target
-from tests.unit.scripted import KILL, STOP, A, Scripted, alive
+from tests.unit.scripted import KILL, STOP, A, Scripted, alive, until
 
 TWO = ServeSettings(tp=2)
 
@@ -311,7 +311,7 @@ def test_a_lost_rank_is_named(rank: int, number: int, idle: bool) -> None:
         with pytest.raises(EngineLost, match=which + how):
             list(looks(engine) if idle else stream)
         assert time.monotonic() - begun < 3
-        assert not any(alive(pid) for pid in pids.values())
+        until(lambda: not any(alive(pid) for pid in pids.values()))
 
 
 def test_a_rank_that_was_left_is_not_blamed() -> None:
