@@ -38,9 +38,15 @@ def drawn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> T
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("experts", [False, True], ids=["parts", "experts"])
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "experts"),
+    [
+        (2, torch.float32, True),
+        (2, torch.bfloat16, False),
+        (4, torch.float32, False),
+        (4, torch.bfloat16, True),
+    ],
+)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_rank_has_the_same_bits(
     ranks: int, dtype: torch.dtype, experts: bool, seed: int, device: torch.device

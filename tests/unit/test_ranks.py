@@ -414,7 +414,7 @@ def test_the_number_of_ranks_is_a_small_power_of_two(tp: int) -> None:
     ("model", "draft", "more", "said"),
     [
         ("smollm", None, {}, "is for Ling-3.0 targets"),
-        ("ling", "nextn:2", {}, "'nextn:2' does not run on several ranks yet"),
+        ("tiny", "nextn:2", {}, "has no NEXTN block to draft with"),
         ("ling", None, {"engine": "graph"}, "cannot run here: the target is on the cpu"),
         ("odd", None, {}, "num_attention_heads 3 cannot be shared by 2 ranks"),
     ],
@@ -428,7 +428,7 @@ def test_models_that_ranks_cannot_share_are_refused(
         heads: dict[str, Any] = {}
         if model == "odd":
             heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
-        save_tiny_ling(tmp_path, **heads)
+        save_tiny_ling(tmp_path, "tiny" if model == "tiny" else "flash", **heads)
     target = TargetSettings(path=str(tmp_path), dtype="float32", device="cpu")
     settings = ServeSettings(tp=2, **more)
     loads = (target, draft, frozenset[int](), settings)

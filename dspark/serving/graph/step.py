@@ -102,8 +102,6 @@ class GraphStep:
                 f"context must lie in 1..{target.max_position_embeddings}, got {context}"
             )
         _check_nextn(target, draft, nextn)
-        if nextn and peers is not None:
-            raise ConfigError(f"nextn is {nextn}: a NEXTN block does not run on several ranks yet")
         self.target, self.context = target, context
         self.limit = nextn
         if draft is not None:
