@@ -28,7 +28,7 @@ from dspark.kernels.launch import ROWS
 from dspark.kernels.peers import Peers, room_bytes, simulated
 from dspark.kernels.reduce_norm import reduce_norm
 from dspark.serving.ranks.board import Board, Topic
-from dspark.serving.ranks.group import map_heap, share_heap
+from dspark.serving.ranks.group import map_heap, share_heap, without_multicast
 from dspark.serving.ranks.seat import check_gpus
 from dspark.serving.settings import RANKS
 
@@ -155,6 +155,7 @@ def _of_rank(rank: int, options: CollectiveOptions, board: Board, meeting: str) 
     shared = board.all_said(Topic.JOIN, _LOAD_S)
     heaps = [mine if one == rank else map_heap(h, device) for one, h in enumerate(shared)]
     peers = Peers(heaps, rank)
+    without_multicast()
     dist.init_process_group(
         "nccl", init_method=f"file://{meeting}", rank=rank, world_size=options.ranks,
         device_id=device,

@@ -35,6 +35,9 @@ def _serve(
     tp: Annotated[
         int, typer.Option(help="Tensor-parallel ranks of Ling-3.0, a GPU each: 1, 2, 4 or 8.")
     ] = 1,
+    exchange: Annotated[
+        str, typer.Option(help="Of ranks: peers (GPUs read each other's memory) or nccl, slower.")
+    ] = "peers",
     context: Annotated[
         int | None,
         typer.Option(help="Positions of prompt and output; none, graph: 32768, or what fits."),
@@ -87,6 +90,7 @@ def _serve(
     settings = ServeSettings(
         engine=engine,
         tp=tp,
+        exchange=exchange,
         context=context,
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,

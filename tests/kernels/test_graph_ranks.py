@@ -27,6 +27,7 @@ from dspark.kernels.peers import Peers
 from dspark.serving.engine import EngineLost
 from dspark.serving.graph.decoder import GraphDecoder
 from dspark.serving.graph.exchange import PromptSum
+from dspark.serving.graph.gathered import Library
 from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.plan import MemoryPlan, exchange_heap
@@ -38,7 +39,7 @@ from dspark.serving.ranks.seat import Seat
 from dspark.serving.settings import ServeSettings
 from dspark.target import LingTarget, load
 from dspark.target.config import LingConfig
-from dspark.target.model import LingModel
+from dspark.target.model import LingModel, Reduce
 from dspark.target.synthetic import synthetic
 from dspark.target.weights import fill
 from dspark.testing import TINY_LING, save_tiny_ling, tiny_draft
@@ -118,15 +119,22 @@ def nextn_rounds(
     heaps: list[Tensor],
     asked: list[tuple[list[int], DecodeParams]],
     config: LingConfig = NEXTN,
+    meeting: tuple[str, str] | None = None,
 ) -> list[list[Round]]:
-    """The same with the model's own block as the draft."""
-    device = heaps[rank].device
-    peers = Peers(heaps, rank)
-    peers.wait_at_most(600)
+    """The same with the model's own block as the draft; ``meeting``: by a library's collectives."""
+    device, ranks = heaps[rank].device, len(heaps)
+    peers: Peers | Library
+    if meeting is None:
+        peers = Peers(heaps, rank)
+        peers.wait_at_most(600)
+        reduce: Reduce = PromptSum(peers)
+    else:
+        seat = Seat(rank, ranks, *meeting, 600)
+        reduce = join(seat, Board(ranks, seat.board), device, 0, None).reduce
+        peers = Library(ranks, rank, torch.zeros(1, dtype=torch.int32))
     target = ling(
-        device, config, ranks=len(heaps), rank=rank, reduce=PromptSum(peers), whole_embedding=True,
-        nextn=True,
-    )  # fmt: skip
+        device, config, ranks=ranks, rank=rank, reduce=reduce, whole_embedding=True, nextn=True
+    )
     tuning = Tuning() if device.type == "cuda" else Tuning(mla_lanes=2)
     step = GraphStep(target, None, context=300, tuning=tuning, nextn=2, peers=peers)
     decoder = GraphDecoder(step, patience_s=600)
@@ -176,7 +184,10 @@ def test_two_interpreted_ranks_are_one_model() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="through the interpreter")
-def test_two_interpreted_ranks_draft_by_the_nextn_block_of_one_model() -> None:
+@pytest.mark.parametrize("library", [False, True], ids=["peers", "library"])
+def test_two_interpreted_ranks_draft_by_the_nextn_block_of_one_model(
+    library: bool, tmp_path: Path
+) -> None:
     # noise enough that some proposals are kept, of both ranks' parts of the vocabulary
     noisy = replace(GREEDY, max_new_tokens=6, sampling=SamplingParams(temperature=8.0, seed=2))
     asked = [([7, 300, 41, 77], noisy)]
@@ -184,7 +195,10 @@ def test_two_interpreted_ranks_draft_by_the_nextn_block_of_one_model() -> None:
     draft = nextn_draft(target, 2)
     expected = [rounds(stream(target, draft, ids, params)) for ids, params in asked]
     assert expected == [[([467], None, 0), ([483, 184], 2, 1), ([211, 48, 342], 2, 2)]]
-    found = two_interpreted(NEXTN, nextn_rounds, asked)
+    board = Board(2)
+    meeting = (board.name, str(tmp_path / "meeting")) if library else None
+    found = two_interpreted(NEXTN, partial(nextn_rounds, meeting=meeting), asked)
+    board.close(last=True)
     assert found == {0: expected, 1: expected}
 
 

@@ -1,6 +1,7 @@
 """Several ranks as one engine: what they are told, what they compare, and who is blamed."""
 
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dspark.cli import main
 from dspark.config import TargetSettings
@@ -23,7 +25,7 @@ from dspark.serving.ranks import board as boards
 from dspark.serving.ranks import started
 from dspark.serving.ranks.board import Board, Command, Topic
 from dspark.serving.ranks.follow import keep_beating
-from dspark.serving.ranks.group import sum_in_order
+from dspark.serving.ranks.group import join, sum_in_order
 from dspark.serving.ranks.lead import Leader
 from dspark.serving.ranks.loading import lead, load_rank
 from dspark.serving.ranks.seat import Seat, check_gpus
@@ -377,8 +379,9 @@ def test_gpus_that_cannot_be_ranks_are_refused_in_a_sentence(gpus: Callable[...,
         with pytest.raises(ConfigError, match=said):
             check_gpus(4)
     gpus(*[one] * 4, apart=[(2, 3)])
-    with pytest.raises(ConfigError, match="cuda:2 cannot read that of cuda:3"):
+    with pytest.raises(ConfigError, match=r"cuda:2 cannot read that of cuda:3 .*--exchange nccl"):
         check_gpus(4)
+    check_gpus(4, peers=False)
     check_gpus(2)
 
 
@@ -402,6 +405,32 @@ def test_the_command_refuses_before_it_starts_a_process(
     assert end.value.code == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "serve.tp is 4, and this machine has 2 GPUs: give --tp 2" in said
+
+
+def test_ranks_exchange_in_one_of_two_ways() -> None:
+    with pytest.raises(ConfigError, match=r"serve\.exchange must be peers, nccl, got 'gloo'"):
+        ServeSettings(exchange="gloo")
+    with pytest.raises(ConfigError, match=r"serve\.tp 1 has nothing to exchange"):
+        ServeSettings(exchange="nccl")
+
+
+def test_without_access_to_each_others_memory_ranks_meet_by_nccl_and_do_not_multicast(
+    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(*[Gpu()] * 2, apart=[(0, 1)])
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **_: torch.empty(*shape))
+    met: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, **how: met.update(how, kind=kind))
+    seat, board = Seat(1, 2, "board", "/nowhere"), Board(2)
+    device = seat.device("cuda", peers=False)
+    board.say(0, Topic.JOIN, pickle.dumps({"context": 9}))
+    group = join(seat, board, device, 0, 12, library=True)
+    board.close(last=True)
+    assert (met["kind"], met["rank"], met["world_size"]) == ("nccl", 1, 2)
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+    assert (group.context, group.peers.first, group.peers.ranks) == (9, 1, 2)
 
 
 @pytest.mark.parametrize("tp", [0, 3, 16])

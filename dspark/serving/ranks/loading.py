@@ -59,7 +59,8 @@ def load_rank(
         ConfigError: these models, or this machine, are none for several ranks.
         DSparkError: one of them cannot be loaded.
     """
-    device = seat.device(target.device)
+    library = settings.exchange == "nccl"
+    device = seat.device(target.device, peers=not library)
     target = target.model_copy(update={"device": str(device)})
     config, _, dtype = peek(target)
     if config is None:
@@ -72,7 +73,7 @@ def load_rank(
         settings = replace(settings, engine="graph")
     planned = foresee(target, draft, settings, seat.ranks, quiet=seat.rank > 0)
     heap_bytes = exchange_heap(config, seat.ranks)
-    group = join(seat, board, device, heap_bytes, planned.context)
+    group = join(seat, board, device, heap_bytes, planned.context, library=library)
     loaded = load_ling(
         target, device=device, dtype=dtype, ranks=seat.ranks, rank=seat.rank, reduce=group.reduce,
         whole_embedding=True, nextn=depth is not None,
