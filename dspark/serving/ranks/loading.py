@@ -14,6 +14,7 @@ from dspark.serving.choice import choose, foresee
 from dspark.serving.engine import LocalModel
 from dspark.serving.plan import exchange_heap
 from dspark.serving.ranks.board import Board, Topic
+from dspark.serving.ranks.cores import keep_to_cores
 from dspark.serving.ranks.follow import keep_beating
 from dspark.serving.ranks.group import join
 from dspark.serving.ranks.lead import Leader
@@ -61,6 +62,7 @@ def load_rank(
     """
     library = settings.exchange == "nccl"
     device = seat.device(target.device, peers=not library)
+    keep_to_cores(seat, device)
     target = target.model_copy(update={"device": str(device)})
     config, _, dtype = peek(target)
     if config is None:
