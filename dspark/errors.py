@@ -26,9 +26,13 @@ __all__ = [
 
 
 class DSparkError(Exception):
-    """Base of all errors whose message is meant for the user. ``exit_code`` is the process's."""
+    """Base of all errors whose message is meant for the user.
+
+    ``exit_code`` is the process's; ``at_once``: it has put everything away and ends as it stands.
+    """
 
     exit_code = 2
+    at_once = False
 
 
 class ConfigError(DSparkError):

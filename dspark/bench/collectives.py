@@ -1,12 +1,15 @@
 """Time of the exchange behind a sublayer, beside the library's all-reduce and norm.
 
 With as many GPUs as ranks each rank is a process of its own, and NCCL's all-reduce with the same
-residual and norm behind it is measured in the same run. With one GPU all ranks are simulated in one
-process: programs, flags and waits are the same, but nothing crosses a link, and NCCL cannot run.
+residual and norm behind it is measured in the same run. So is what a step's embedding takes from a
+whole table on every rank, and from shares of it with one exchange more. With one GPU all ranks are
+simulated in one process: programs, flags and waits are the same, but nothing crosses a link, and
+NCCL cannot run.
 
 Symbols: R = 16 rows, D hidden, N ranks.
 """
 
+import math
 import multiprocessing
 import statistics
 import tempfile
@@ -21,23 +24,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dspark.bench.exchange_rounds import wrong_elements
 from dspark.bench.report import environment, print_table
 from dspark.errors import ConfigError, RunError
 from dspark.kernels.exchange import exchange_norm
 from dspark.kernels.launch import ROWS
-from dspark.kernels.peers import Peers, room_bytes, simulated
-from dspark.kernels.reduce_norm import reduce_norm
+from dspark.kernels.peers import Peers, Room, room_bytes, simulated
+from dspark.kernels.reduce_norm import parts_norm, reduce_norm
 from dspark.serving.ranks.board import Board, Topic
-from dspark.serving.ranks.group import map_heap, share_heap
+from dspark.serving.ranks.group import map_heap, share_heap, without_multicast
 from dspark.serving.ranks.seat import check_gpus
 from dspark.serving.settings import RANKS
 
-__all__ = ["CollectiveOptions", "measure", "print_report"]
+__all__ = ["SKEWS", "CollectiveOptions", "measure", "print_report"]
 
+SKEWS = (0, 20, 100)
 _EPS = 1e-6
 _IN_A_GRAPH = 100
 _WARM = 5
 _LOAD_S = 300.0
+_ROUND_S = 1e-3
+"""More than a round that is checked takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +57,21 @@ class CollectiveOptions:
 
     ranks: int = 4
     hidden: int = 2560
-    skew: tuple[int, ...] = (0, 20, 100)
+    skew: tuple[int, ...] = SKEWS
     """Looks that a program is late at most, one after the other; a look is about a microsecond."""
     repeats: int = 50
+    rounds: int = 0
+    """Exchanges that are checked to the bit, for each ``skew``."""
+    vocabulary: int = 157184
+    """Rows of the embedding."""
 
     def __post_init__(self) -> None:
         if self.ranks not in RANKS[1:]:
             raise ConfigError(f"--tp must be one of {RANKS[1:]}, got {self.ranks}")
         if self.hidden < 16 or self.hidden % 16:
             raise ConfigError(f"--hidden must be a multiple of 16, got {self.hidden}")
+        if self.rounds < 0 or self.vocabulary < 1:
+            raise ConfigError(f"--rounds must be >= 0 and --vocabulary >= 1, got {self}")
         if any(one < 0 for one in self.skew) or self.repeats < 1:
             raise ConfigError(f"--skew must be >= 0 and --repeats >= 1, got {self}")
 
@@ -68,7 +81,7 @@ def measure(options: CollectiveOptions) -> dict[str, Any]:
 
     Raises:
         ConfigError: several GPUs, which are none for ranks.
-        RunError: a rank failed.
+        RunError: a rank failed, or a sum was not that of one process.
     """
     whole = torch.cuda.device_count() >= options.ranks
     if whole:
@@ -76,6 +89,12 @@ def measure(options: CollectiveOptions) -> dict[str, Any]:
         found = _in_processes(options)
     else:
         found = _simulated(options)
+    for one in found["exchange"]:
+        if one["wrong"]:
+            raise RunError(
+                f"{one['wrong']} elements in {one['rounds']} rounds with ranks up to {one['skew']} "
+                "looks late are not those of one process"
+            )
     return {
         "schema": "dspark.bench.collectives/1",
         "rows": ROWS,
@@ -88,15 +107,20 @@ def measure(options: CollectiveOptions) -> dict[str, Any]:
 
 def print_report(report: dict[str, Any]) -> None:
     """For people."""
-    rows = [
-        [f"exchange, ranks up to {one['skew']} looks late" if one["skew"] else "exchange",
-         f"{one['median_us']:.2f}", f"{one['p90_us']:.2f}"]
-        for one in report["exchange"]
-    ]  # fmt: skip
+    rows = []
+    for one in report["exchange"]:
+        name = f"exchange, ranks up to {one['skew']} looks late" if one["skew"] else "exchange"
+        if one["rounds"]:
+            name += f"; {one['rounds']:,} rounds right to the bit"
+        rows.append([name, f"{one['median_us']:.2f}", f"{one['p90_us']:.2f}"])
     for name in ("nccl", "alone"):
         if (one := report[name]) is not None:
             told = {"nccl": "NCCL all-reduce, then residual and norm", "alone": "residual and norm"}
             rows.append([told[name], f"{one['median_us']:.2f}", f"{one['p90_us']:.2f}"])
+    for name, one in report["embedding"].items():
+        told = {"whole": "table on every rank", "shared": "shared table and an exchange"}
+        size = f"embedding, {told[name]}: {one['bytes'] / 1e6:,.0f} MB a rank"
+        rows.append([size, f"{one['median_us']:.2f}", f"{one['p90_us']:.2f}"])
     kind = "SIMULATED on one GPU" if report["simulated"] else "a GPU each"
     print_table(
         f"{report['ranks']} ranks ({kind}), {ROWS} x {report['hidden']} bfloat16",
@@ -107,13 +131,14 @@ def print_report(report: dict[str, Any]) -> None:
 def _simulated(options: CollectiveOptions) -> dict[str, Any]:
     device = torch.device("cuda")
     peers = simulated(options.ranks, room_bytes(options.ranks, ROWS, options.hidden), device)
-    return {"exchange": _exchanges(options, peers), "nccl": None, "alone": _alone(options, device)}
+    return {**_by_exchange(options, peers), "nccl": None, "alone": _alone(options, device)}
 
 
 def _in_processes(options: CollectiveOptions) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     said: Any = context.Queue()
     board = Board(options.ranks)
+    limit_s = 2 * _LOAD_S + _ROUND_S * options.rounds * len(options.skew)
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
         ranks = [
@@ -123,9 +148,9 @@ def _in_processes(options: CollectiveOptions) -> dict[str, Any]:
         for one in ranks:
             one.start()
         try:
-            found = [said.get(timeout=2 * _LOAD_S) for _ in ranks]
+            found = [said.get(timeout=limit_s) for _ in ranks]
         except Empty:
-            raise RunError(f"not all ranks were measured within {2 * _LOAD_S:g} s") from None
+            raise RunError(f"not all ranks were measured within {limit_s:g} s") from None
         finally:
             for one in ranks:
                 one.join(10)
@@ -135,6 +160,8 @@ def _in_processes(options: CollectiveOptions) -> dict[str, Any]:
     if broken:
         raise RunError(f"a rank failed: {broken[0]}")
     report: dict[str, Any] = dict(found)[0]
+    for index, one in enumerate(report["exchange"]):
+        one["wrong"] = sum(other["exchange"][index]["wrong"] for _, other in found)
     return report
 
 
@@ -155,19 +182,32 @@ def _of_rank(rank: int, options: CollectiveOptions, board: Board, meeting: str) 
     shared = board.all_said(Topic.JOIN, _LOAD_S)
     heaps = [mine if one == rank else map_heap(h, device) for one, h in enumerate(shared)]
     peers = Peers(heaps, rank)
+    without_multicast()
     dist.init_process_group(
         "nccl", init_method=f"file://{meeting}", rank=rank, world_size=options.ranks,
         device_id=device,
     )  # fmt: skip
-    found = {"exchange": _exchanges(options, peers), "nccl": _nccl(options, device)}
+    found = {**_by_exchange(options, peers), "nccl": _nccl(options, device)}
     found["alone"] = _alone(options, device)
     dist.barrier()
     dist.destroy_process_group()
     return found
 
 
-def _exchanges(options: CollectiveOptions, peers: Peers) -> list[dict[str, Any]]:
+def _by_exchange(options: CollectiveOptions, peers: Peers) -> dict[str, Any]:
     room = peers.room(ROWS, options.hidden)
+    found: dict[str, Any] = {"exchange": _exchanges(options, room)}
+    found["embedding"] = {
+        "whole": _embedding(options, room, 1),
+        "shared": _embedding(options, room, peers.ranks),
+    }
+    if int(peers.fault[0]):
+        raise RunError(f"rank {int(peers.fault[0]) - 1} did not come to an exchange")
+    return found
+
+
+def _exchanges(options: CollectiveOptions, room: Room) -> list[dict[str, Any]]:
+    peers = room.peers
     device, local = peers.bases.device, (peers.local,) if peers.local > 1 else ()
     parts = torch.randn(*local, 2, ROWS, options.hidden, device=device)
     residual, weight = _inputs(options, device, local)
@@ -179,10 +219,33 @@ def _exchanges(options: CollectiveOptions, peers: Peers) -> list[dict[str, Any]]
         def once(skew: int = skew) -> None:
             exchange_norm(room, parts, weight, out, eps=_EPS, residual=residual, skew=skew)
 
-        found.append({"skew": skew, **_timed(once, options.repeats)})
-    if int(peers.fault[0]):
-        raise RunError(f"rank {int(peers.fault[0]) - 1} did not come to an exchange")
+        time, wrong = _timed(once, options.repeats), 0
+        if options.rounds:
+            shown = peers.first == 0
+            wrong = wrong_elements(room, options.rounds, skew=skew, shown=shown)
+        found.append({"skew": skew, **time, "rounds": options.rounds, "wrong": wrong})
     return found
+
+
+def _embedding(options: CollectiveOptions, room: Room, ranks: int) -> dict[str, Any]:
+    """A step's rows and their norm, of a table that ``ranks`` share: with several, an exchange."""
+    peers, hidden = room.peers, options.hidden
+    device, size = peers.bases.device, -(-options.vocabulary // ranks)
+    local = (peers.local,) if ranks > 1 and peers.local > 1 else ()
+    # the row behind a share is zero: where another rank has the token
+    table = torch.zeros(size + (ranks > 1), hidden, device=device, dtype=torch.bfloat16)
+    ids = torch.randint(len(table), (math.prod(local) * ROWS,), device=device)
+    rows = torch.empty(*local, 1, ROWS, hidden, device=device, dtype=torch.bfloat16)
+    out, weight = torch.empty_like(rows[..., 0, :, :]), torch.ones_like(table[0])
+
+    def once() -> None:
+        torch.index_select(table, 0, ids, out=rows.view(-1, hidden))
+        if ranks == 1:
+            parts_norm(rows, weight, out, eps=_EPS)
+        else:
+            exchange_norm(room, rows, weight, out, eps=_EPS)
+
+    return {"bytes": size * hidden * table.element_size(), **_timed(once, options.repeats)}
 
 
 def _nccl(options: CollectiveOptions, device: torch.device) -> dict[str, Any]:

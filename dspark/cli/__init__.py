@@ -45,6 +45,7 @@ models.register(app)
 def main() -> None:
     """Run the command line and exit with its code; users' mistakes end in one sentence."""
     set_up()
+    at_once = False
     try:
         code = app(standalone_mode=False)
         if code == _INTERRUPTED:
@@ -52,7 +53,7 @@ def main() -> None:
             _interrupted()
     except DSparkError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
+        code, at_once = error.exit_code, error.at_once
     except _UsageError as error:
         cause = error.__cause__
         if isinstance(cause, ValidationError) and cause.errors()[0]["type"] != "value_error":
@@ -74,6 +75,8 @@ def main() -> None:
         print(f"error: {refused}", file=sys.stderr)
         code = refused.exit_code
     _forgive_log()
+    if at_once:
+        os._exit(code)
     sys.exit(code)
 
 

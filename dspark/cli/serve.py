@@ -35,6 +35,9 @@ def _serve(
     tp: Annotated[
         int, typer.Option(help="Tensor-parallel ranks of Ling-3.0, a GPU each: 1, 2, 4 or 8.")
     ] = 1,
+    exchange: Annotated[
+        str, typer.Option(help="Of ranks: peers (GPUs read each other's memory) or nccl, slower.")
+    ] = "peers",
     context: Annotated[
         int | None,
         typer.Option(help="Positions of prompt and output; none, graph: 32768, or what fits."),
@@ -87,6 +90,7 @@ def _serve(
     settings = ServeSettings(
         engine=engine,
         tp=tp,
+        exchange=exchange,
         context=context,
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
@@ -288,17 +292,27 @@ def _bench_collectives(
         typer.Option(help="Looks (about a microsecond) that ranks are late; may be repeated."),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Graphs of a hundred exchanges.")] = 50,
+    rounds: Annotated[
+        int, typer.Option(help="Exchanges, for each skew, whose every sum is checked to the bit.")
+    ] = 0,
+    vocabulary: Annotated[int, typer.Option(help="Rows of the embedding.")] = 157184,
     as_json: Json = False,
 ) -> None:
     """Time of the exchange between ranks beside NCCL; on fewer GPUs the ranks are SIMULATED.
 
-    Example: dspark bench collectives --tp 4 --skew 0 --skew 20
+    Example: dspark bench collectives --tp 4 --skew 40 --rounds 1000000
     """
     _needs_gpu("dspark bench collectives", "the exchange is tested without one, not timed")
-    from dspark.bench.collectives import CollectiveOptions, measure, print_report
+    from dspark.bench.collectives import SKEWS, CollectiveOptions, measure, print_report
 
-    more = {} if skew is None else {"skew": tuple(skew)}
-    options = CollectiveOptions(ranks=tp, hidden=hidden, repeats=repeats, **more)
+    options = CollectiveOptions(
+        ranks=tp,
+        hidden=hidden,
+        skew=SKEWS if skew is None else tuple(skew),
+        repeats=repeats,
+        rounds=rounds,
+        vocabulary=vocabulary,
+    )
     report = measure(options)
     print_report(report)
     finish(report, as_json)

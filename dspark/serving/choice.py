@@ -123,8 +123,8 @@ def choose(
 ) -> Decoder | None:
     """The graph engine, ready for its first request; None: the reference is to decode.
 
-    ``ends``: ids that end an output beside the target's own. ``peers``: memory of the ranks'
-    GPUs (`kernels.peers.Peers`), where ``target`` is one rank's part.
+    ``ends``: ids that end an output beside the target's own. ``peers``: of `ranks.group.Group`,
+    where ``target`` is one rank's part.
 
     Raises:
         ConfigError: the graph engine was asked for and cannot run, or the context does not fit.

@@ -76,6 +76,9 @@ class Draining(RunError):
 class EngineLost(RunError):
     """What decodes has ended or hangs, and will not come back."""
 
+    # a supervisor waits, and taking the libraries apart takes over a second
+    at_once = True
+
 
 @dataclass(frozen=True)
 class Decoder:

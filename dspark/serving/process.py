@@ -110,8 +110,7 @@ class EngineProcess:
             self.card = self._ready(settings.load_timeout_s)
         except BaseException:
             self.kill()
-            if self._ranks is not None:
-                self._ranks.close()
+            self.close()
             raise
         self._loading = False
 
@@ -192,11 +191,13 @@ class EngineProcess:
             raise self._lose(self._end()) from None
 
     def kill(self) -> None:
-        """End it at once, whatever it does."""
+        """End it at once, whatever it does; `close` waits until it has ended.
+
+        One that holds much of a GPU's memory takes its time, and whoever waits for it is told now.
+        """
         self._process.kill()
         if self._ranks is not None:
             self._ranks.kill()
-        self._process.join(_END_S)
 
     def close(self) -> None:
         """End it, when nothing is decoded any more."""
@@ -205,6 +206,7 @@ class EngineProcess:
         if self._process.is_alive():
             log.warning("the engine process does not end and is killed")
             self.kill()
+            self._process.join(_END_S)
         if self._ranks is not None:
             self._ranks.close()
 

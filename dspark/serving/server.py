@@ -1,5 +1,6 @@
 """The server as a whole: the application, and running it until it is told to stop."""
 
+import asyncio
 import logging
 import os
 import signal
@@ -21,11 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dspark
 from dspark.decoding import Draft
-from dspark.errors import ConfigError, RunError
+from dspark.errors import ConfigError
 from dspark.serving.api import Api, new_request_id, request_id_of
 from dspark.serving.child import Load
 from dspark.serving.choice import choose
-from dspark.serving.engine import Engine, LocalModel, Model, end_ids
+from dspark.serving.engine import Engine, EngineLost, LocalModel, Model, end_ids
 from dspark.serving.openapi import document
 from dspark.serving.page import page_router
 from dspark.serving.prepare import Preparer
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
 """How long a server that has lost its engine still says so before it ends."""
+_CLIENTS_S, _LOST_CLIENTS_S = 5, 1
+"""How long clients that have not taken their answer, or said what they want, are waited for; and
+where the engine is lost, and a supervisor waits to start another one."""
 
 
 def create_app(
@@ -122,7 +126,10 @@ class _RequestId:
                 ]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            log.info("request %s: the server did not wait for its client", made)
 
 
 class _Server(uvicorn.Server):
@@ -149,6 +156,7 @@ class _Server(uvicorn.Server):
             self._lost_since = self._lost_since or time.monotonic()
             if time.monotonic() - self._lost_since > _LAST_WORDS_S:
                 self.should_exit = True
+                self.config.timeout_graceful_shutdown = _LOST_CLIENTS_S
         return await super().on_tick(counter)
 
     def stop(self, sig: int = signal.SIGTERM) -> None:
@@ -171,7 +179,7 @@ def _server(
     engine = Engine(model, tokenizer, settings)
     app = create_app(engine, tokenizer, model_name=model_name, api_key=api_key)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_CLIENTS_S
     )
     return _Server(config, engine)
 
@@ -210,7 +218,7 @@ def serve(
     Raises:
         ConfigError: the address cannot be listened on.
         DSparkError: what ``load`` raised.
-        RunError: the engine process died or hung, and open requests were told so.
+        EngineLost: the engine process died or hung, and open requests were told so.
     """
     settings = settings or ServeSettings()
     with _listen(host, port) as sock, EngineProcess(load, settings, load_rank) as model:
@@ -224,7 +232,7 @@ def serve(
                 model.kill()
             server.engine.close()
         if server.engine.lost is not None and not server.force_exit:
-            raise RunError(server.engine.lost)
+            raise EngineLost(server.engine.lost)
 
 
 def _yield_to_engine() -> None:

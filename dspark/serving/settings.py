@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from dspark.errors import ConfigError
 
-__all__ = ["ENGINES", "RANKS", "ServeSettings"]
+__all__ = ["ENGINES", "EXCHANGES", "RANKS", "ServeSettings"]
 
 ENGINES = ("auto", "reference", "graph")
+EXCHANGES = ("peers", "nccl")
 RANKS = (1, 2, 4, 8)
 """A rank's flags and its part of the draft's shortlist need powers of two."""
 
@@ -25,6 +26,9 @@ class ServeSettings:
     run; auto: graph where it can."""
     tp: int = 1
     """Tensor-parallel ranks, a process and a GPU each; for Ling-3.0."""
+    exchange: str = "peers"
+    """How ranks on GPUs add up their parts. peers: each reads the memory of the others; nccl: by
+    that library, which is slower and needs no such access."""
     context: int | None = None
     """Positions of a prompt and its output together; None: the target's, and on the graph engine,
     which allocates them, at most 32768."""
@@ -60,6 +64,14 @@ class ServeSettings:
             raise ConfigError(f"serve.engine must be {', '.join(ENGINES)}, got '{self.engine}'")
         if self.tp not in RANKS:
             raise ConfigError(f"serve.tp must be one of {RANKS}, got {self.tp}")
+        if self.exchange not in EXCHANGES:
+            known = ", ".join(EXCHANGES)
+            raise ConfigError(f"serve.exchange must be {known}, got '{self.exchange}'")
+        if self.exchange != "peers" and self.tp == 1:
+            raise ConfigError(
+                f"serve.exchange is {self.exchange}, and serve.tp 1 has nothing to exchange: "
+                "leave it out"
+            )
         if self.context is not None and self.context < 2:
             raise ConfigError(f"serve.context must be >= 2, got {self.context}")
         for name in ("default_max_tokens", "max_output_tokens", "max_body_bytes"):

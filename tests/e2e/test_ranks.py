@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from dspark.config import TargetSettings
-from dspark.decoding import Commit, DecodeParams, SamplingParams, decode, loop
+from dspark.decoding import Commit, DecodeParams, SamplingParams, decode, loop, nextn_draft, stream
 from dspark.decoding.reference_step import ReferenceStep
 from dspark.errors import RunError
 from dspark.export.hf import export_draft
@@ -93,6 +94,21 @@ def test_the_output_is_that_of_one_model_with_a_draft_and_without(
             for proposals in (None, 0, 1):
                 asked = DecodeParams(12, sampling, ignore_eos=True, num_draft_tokens=proposals)
                 assert tokens(model.stream(ids, asked)) == expected, (sampling, proposals)
+
+
+def test_the_nextn_block_of_ranks_proposes_as_that_of_one_model(saved: tuple[Path, Path]) -> None:
+    settings = TargetSettings(path=str(saved[0]), dtype="float32", device="cpu")
+    whole = load(settings, nextn=True)
+    params = DecodeParams(12, SamplingParams(temperature=8.0, seed=2), ignore_eos=True)
+    expected = list(stream(whole, nextn_draft(whole, 3), prompt(0, 9), params))
+    assert any(0 < one.num_accepted < 3 for one in expected)
+    with engine((saved[0], Path("nextn:3")), 2) as model:
+        found = list(model.stream(prompt(0, 9), params))
+    assert [_told(one) for one in found] == [_told(one) for one in expected]
+
+
+def _told(commit: Commit) -> tuple[Any, ...]:
+    return commit.token_ids, commit.num_proposed, commit.num_accepted, commit.finish_reason
 
 
 class _Watched(ReferenceStep):
@@ -188,9 +204,11 @@ def test_the_command_spawns_ranks_and_ends_with_one_of_them(
             found = re.search(r"rank 1 is process (\d+)", log.read_text())
             assert found is not None
             os.kill(int(found[1]), signal.SIGSTOP)
+            begun = time.monotonic()
             until(lambda: not healthy(http), within_s=5)
             assert "rank 1 hangs" in http.get("/health").text
             assert server.wait(30) == 1
+            assert time.monotonic() - begun < 5
         assert "rank 1 hangs: no sign of life for 2.5 s" in log.read_text()
         assert "Traceback" not in log.read_text()
         assert not alive(int(found[1]))

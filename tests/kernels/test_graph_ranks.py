@@ -10,6 +10,7 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor
 
 from dspark.config import TargetSettings
-from dspark.decoding import DecodeParams, SamplingParams, decode
+from dspark.decoding import Commit, DecodeParams, SamplingParams, decode, nextn_draft, stream
 from dspark.export.hf import export_draft
 from dspark.kernels.peers import Peers
 from dspark.serving.engine import EngineLost
 from dspark.serving.graph.decoder import GraphDecoder
 from dspark.serving.graph.exchange import PromptSum
+from dspark.serving.graph.gathered import Library
 from dspark.serving.graph.step import GraphStep
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.plan import MemoryPlan, exchange_heap
@@ -37,11 +39,13 @@ from dspark.serving.ranks.seat import Seat
 from dspark.serving.settings import ServeSettings
 from dspark.target import LingTarget, load
 from dspark.target.config import LingConfig
-from dspark.target.model import LingModel
+from dspark.target.model import LingModel, Reduce
 from dspark.target.synthetic import synthetic
 from dspark.target.weights import fill
 from dspark.testing import TINY_LING, save_tiny_ling, tiny_draft
 
+Round = tuple[list[int], int | None, int]
+"""Tokens, proposals, and those that were kept."""
 ROOT = Path(__file__).parents[2]
 GREEDY = DecodeParams(max_new_tokens=5, ignore_eos=True)
 SEEDED = replace(GREEDY, sampling=SamplingParams(temperature=0.8, seed=(5 << 33) + 3))
@@ -55,6 +59,13 @@ FEWER = LingConfig.from_dict({**TINY_LING["flash"], "num_hidden_layers": 3,
                               "num_nextn_predict_layers": 0,
                               "expert_swiglu_limit_list": [0, 0, 0.05],
                               "share_expert_swiglu_limit_list": [0, 0.05, 0]})  # fmt: skip
+
+
+# the draft is one more layer: with latent attention and experts
+NEXTN = LingConfig.from_dict({**TINY_LING["flash"], "num_hidden_layers": 1,
+                              "first_k_dense_replace": 0,
+                              "expert_swiglu_limit_list": None,
+                              "share_expert_swiglu_limit_list": None})  # fmt: skip
 
 
 def few_layers(count: int) -> dict[str, Any]:
@@ -103,12 +114,61 @@ def rank_outputs(
     return outputs(step, asked)
 
 
-def _interpreted(rank: int, heaps: list[Tensor], asked: Any, said: Any) -> None:
+def nextn_rounds(
+    rank: int,
+    heaps: list[Tensor],
+    asked: list[tuple[list[int], DecodeParams]],
+    config: LingConfig = NEXTN,
+    meeting: tuple[str, str] | None = None,
+) -> list[list[Round]]:
+    """The same with the model's own block as the draft; ``meeting``: by a library's collectives."""
+    device, ranks = heaps[rank].device, len(heaps)
+    peers: Peers | Library
+    if meeting is None:
+        peers = Peers(heaps, rank)
+        peers.wait_at_most(600)
+        reduce: Reduce = PromptSum(peers)
+    else:
+        seat = Seat(rank, ranks, *meeting, 600)
+        reduce = join(seat, Board(ranks, seat.board), device, 0, None).reduce
+        peers = Library(ranks, rank, torch.zeros(1, dtype=torch.int32))
+    target = ling(
+        device, config, ranks=ranks, rank=rank, reduce=reduce, whole_embedding=True, nextn=True
+    )
+    tuning = Tuning() if device.type == "cuda" else Tuning(mla_lanes=2)
+    step = GraphStep(target, None, context=300, tuning=tuning, nextn=2, peers=peers)
+    decoder = GraphDecoder(step, patience_s=600)
+    return [rounds(decoder.stream(ids, params)) for ids, params in asked]
+
+
+def rounds(commits: Iterable[Commit]) -> list[Round]:
+    return [(one.token_ids, one.num_proposed, one.num_accepted) for one in commits]
+
+
+def _interpreted(rank: int, heaps: list[Tensor], decoded: Any, asked: Any, said: Any) -> None:
     torch.set_num_threads(1)
     try:
-        said.put((rank, rank_outputs(rank, heaps, asked, FEWER)))
+        said.put((rank, decoded(rank, heaps, asked)))
     except BaseException:
         said.put((rank, traceback.format_exc()))
+
+
+def two_interpreted(config: LingConfig, decoded: Any, asked: Any) -> dict[int, Any]:
+    """What ``decoded`` gives in each of two processes."""
+    size = exchange_heap(config, 2)
+    heaps = [torch.zeros(size, dtype=torch.uint8).share_memory_() for _ in range(2)]
+    context: Any = multiprocessing.get_context("fork")
+    said = context.Queue()
+    ranks = [
+        context.Process(target=_interpreted, args=(rank, heaps, decoded, asked, said))
+        for rank in range(2)
+    ]
+    for one in ranks:
+        one.start()
+    found = dict(said.get(timeout=600) for _ in ranks)
+    for one in ranks:
+        one.join()
+    return found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="through the interpreter")
@@ -119,29 +179,72 @@ def test_two_interpreted_ranks_are_one_model() -> None:
     expected = [decode(target, None, ids, params).token_ids for ids, params in asked]
     # of both ranks' parts of the vocabulary
     assert min(expected[0][1:]) < 256 <= max(expected[0][1:])
-    size = exchange_heap(FEWER, 2)
-    heaps = [torch.zeros(size, dtype=torch.uint8).share_memory_() for _ in range(2)]
-    context: Any = multiprocessing.get_context("fork")
-    said = context.Queue()
-    ranks = [
-        context.Process(target=_interpreted, args=(rank, heaps, asked, said)) for rank in range(2)
-    ]
-    for one in ranks:
-        one.start()
-    found = dict(said.get(timeout=600) for _ in ranks)
-    for one in ranks:
-        one.join()
+    found = two_interpreted(FEWER, partial(rank_outputs, config=FEWER), asked)
     assert found == {0: expected, 1: expected}
 
 
-def _on_gpu(rank: int, ranks: int, name: str, asked: Any, said: Any) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="through the interpreter")
+@pytest.mark.parametrize("library", [False, True], ids=["peers", "library"])
+def test_two_interpreted_ranks_draft_by_the_nextn_block_of_one_model(
+    library: bool, tmp_path: Path
+) -> None:
+    # noise enough that some proposals are kept, of both ranks' parts of the vocabulary
+    noisy = replace(GREEDY, max_new_tokens=6, sampling=SamplingParams(temperature=8.0, seed=2))
+    asked = [([7, 300, 41, 77], noisy)]
+    target = ling(torch.device("cpu"), NEXTN, nextn=True)
+    draft = nextn_draft(target, 2)
+    expected = [rounds(stream(target, draft, ids, params)) for ids, params in asked]
+    assert expected == [[([467], None, 0), ([483, 184], 2, 1), ([211, 48, 342], 2, 2)]]
+    board = Board(2)
+    meeting = (board.name, str(tmp_path / "meeting")) if library else None
+    found = two_interpreted(NEXTN, partial(nextn_rounds, meeting=meeting), asked)
+    board.close(last=True)
+    assert found == {0: expected, 1: expected}
+
+
+def _on_gpu(rank: int, ranks: int, name: str, decoded: Any, asked: Any, said: Any) -> None:
     device = torch.device("cuda:0")
     try:
         seat = Seat(rank, ranks, name, "", 600, shared_gpu=True)
         group = join(seat, Board(ranks, name), device, exchange_heap(CONFIG, ranks), None)
-        said.put((rank, rank_outputs(rank, list(group.peers.heaps), asked)))
+        said.put((rank, decoded(rank, list(group.peers.heaps), asked)))
     except BaseException:
         said.put((rank, traceback.format_exc()))
+
+
+def sharing_a_gpu(ranks: int, decoded: Any, asked: Any) -> dict[int, Any]:
+    """What ``decoded`` gives in each process."""
+    context: Any = multiprocessing.get_context("spawn")
+    said, board = context.Queue(), Board(ranks)
+    processes = [
+        context.Process(target=_on_gpu, args=(rank, ranks, board.name, decoded, asked, said))
+        for rank in range(ranks)
+    ]
+    for one in processes:
+        one.start()
+    found = dict(said.get(timeout=1200) for _ in processes)
+    for one in processes:
+        one.join()
+    board.close(last=True)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_gpu_draft_by_one_nextn_block(ranks: int) -> None:
+    noisy = replace(GREEDY, sampling=SamplingParams(temperature=8.0, seed=2))
+    asked = [
+        ([7, 300, 41, 77, *range(50, 90)], replace(params, max_new_tokens=100))
+        for params in (GREEDY, noisy, FILTERED)
+    ]
+    whole = GraphStep(ling(torch.device("cuda:0"), nextn=True), None, context=300, nextn=2)
+    expected = [rounds(GraphDecoder(whole).stream(ids, params)) for ids, params in asked]
+    assert any(kept for _, _, kept in expected[1])
+    found = sharing_a_gpu(ranks, partial(nextn_rounds, config=CONFIG), asked)
+    assert found == dict.fromkeys(range(ranks), expected)
 
 
 @pytest.mark.gpu
@@ -159,18 +262,7 @@ def test_ranks_that_share_a_gpu_are_one_model(ranks: int) -> None:
     expected = outputs(GraphStep(ling(device), None, context=300), asked)
     # with the draft and without
     asked += [(ids, replace(params, num_draft_tokens=0)) for ids, params in asked]
-    context: Any = multiprocessing.get_context("spawn")
-    said, board = context.Queue(), Board(ranks)
-    processes = [
-        context.Process(target=_on_gpu, args=(rank, ranks, board.name, asked, said))
-        for rank in range(ranks)
-    ]
-    for one in processes:
-        one.start()
-    found = dict(said.get(timeout=1200) for _ in processes)
-    for one in processes:
-        one.join()
-    board.close(last=True)
+    found = sharing_a_gpu(ranks, rank_outputs, asked)
     assert found == dict.fromkeys(range(ranks), expected + expected)
 
 

@@ -190,7 +190,7 @@ def test_an_idle_process_that_hangs_is_noticed(monkeypatch: Any) -> None:
         assert http.get("/health").status_code == 200
         model.signal(STOP)
         until(lambda: "waiting for a request" in http.get("/health").text)
-        assert not alive(model.pid.value)
+        until(lambda: not alive(model.pid.value))
 
 
 def hang(step: int) -> None:
@@ -215,7 +215,7 @@ def test_a_step_that_hangs_ends_the_requests_and_the_process(
         assert [one["text"] for one in told] == ["a", "ab"]
         assert "no sign of life for 0.4 s (--step-timeout-s) in a step" in last["error"]["message"]
         assert http.get("/health").json() == last
-        assert not alive(model.pid.value)
+        until(lambda: not alive(model.pid.value))
 
 
 def test_a_process_that_was_stopped_for_a_while_loses_nothing(monkeypatch: Any) -> None:

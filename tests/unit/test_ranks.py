@@ -1,6 +1,7 @@
 """Several ranks as one engine: what they are told, what they compare, and who is blamed."""
 
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dspark.cli import main
 from dspark.config import TargetSettings
@@ -23,14 +25,14 @@ from dspark.serving.ranks import board as boards
 from dspark.serving.ranks import started
 from dspark.serving.ranks.board import Board, Command, Topic
 from dspark.serving.ranks.follow import keep_beating
-from dspark.serving.ranks.group import sum_in_order
+from dspark.serving.ranks.group import join, sum_in_order
 from dspark.serving.ranks.lead import Leader
 from dspark.serving.ranks.loading import lead, load_rank
 from dspark.serving.ranks.seat import Seat, check_gpus
 from dspark.serving.settings import ServeSettings
 from dspark.target import GoOn
 from dspark.testing import save_tiny_ling, save_tiny_target
-from tests.unit.scripted import KILL, STOP, A, Scripted, alive
+from tests.unit.scripted import KILL, STOP, A, Scripted, alive, until
 
 TWO = ServeSettings(tp=2)
 
@@ -311,7 +313,7 @@ def test_a_lost_rank_is_named(rank: int, number: int, idle: bool) -> None:
         with pytest.raises(EngineLost, match=which + how):
             list(looks(engine) if idle else stream)
         assert time.monotonic() - begun < 3
-        assert not any(alive(pid) for pid in pids.values())
+        until(lambda: not any(alive(pid) for pid in pids.values()))
 
 
 def test_a_rank_that_was_left_is_not_blamed() -> None:
@@ -377,8 +379,9 @@ def test_gpus_that_cannot_be_ranks_are_refused_in_a_sentence(gpus: Callable[...,
         with pytest.raises(ConfigError, match=said):
             check_gpus(4)
     gpus(*[one] * 4, apart=[(2, 3)])
-    with pytest.raises(ConfigError, match="cuda:2 cannot read that of cuda:3"):
+    with pytest.raises(ConfigError, match=r"cuda:2 cannot read that of cuda:3 .*--exchange nccl"):
         check_gpus(4)
+    check_gpus(4, peers=False)
     check_gpus(2)
 
 
@@ -404,6 +407,32 @@ def test_the_command_refuses_before_it_starts_a_process(
     assert "serve.tp is 4, and this machine has 2 GPUs: give --tp 2" in said
 
 
+def test_ranks_exchange_in_one_of_two_ways() -> None:
+    with pytest.raises(ConfigError, match=r"serve\.exchange must be peers, nccl, got 'gloo'"):
+        ServeSettings(exchange="gloo")
+    with pytest.raises(ConfigError, match=r"serve\.tp 1 has nothing to exchange"):
+        ServeSettings(exchange="nccl")
+
+
+def test_without_access_to_each_others_memory_ranks_meet_by_nccl_and_do_not_multicast(
+    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(*[Gpu()] * 2, apart=[(0, 1)])
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **_: torch.empty(*shape))
+    met: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, **how: met.update(how, kind=kind))
+    seat, board = Seat(1, 2, "board", "/nowhere"), Board(2)
+    device = seat.device("cuda", peers=False)
+    board.say(0, Topic.JOIN, pickle.dumps({"context": 9}))
+    group = join(seat, board, device, 0, 12, library=True)
+    board.close(last=True)
+    assert (met["kind"], met["rank"], met["world_size"]) == ("nccl", 1, 2)
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+    assert (group.context, group.peers.first, group.peers.ranks) == (9, 1, 2)
+
+
 @pytest.mark.parametrize("tp", [0, 3, 16])
 def test_the_number_of_ranks_is_a_small_power_of_two(tp: int) -> None:
     with pytest.raises(ConfigError, match=r"serve\.tp must be one of"):
@@ -414,7 +443,7 @@ def test_the_number_of_ranks_is_a_small_power_of_two(tp: int) -> None:
     ("model", "draft", "more", "said"),
     [
         ("smollm", None, {}, "is for Ling-3.0 targets"),
-        ("ling", "nextn:2", {}, "'nextn:2' does not run on several ranks yet"),
+        ("tiny", "nextn:2", {}, "has no NEXTN block to draft with"),
         ("ling", None, {"engine": "graph"}, "cannot run here: the target is on the cpu"),
         ("odd", None, {}, "num_attention_heads 3 cannot be shared by 2 ranks"),
     ],
@@ -428,7 +457,7 @@ def test_models_that_ranks_cannot_share_are_refused(
         heads: dict[str, Any] = {}
         if model == "odd":
             heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
-        save_tiny_ling(tmp_path, **heads)
+        save_tiny_ling(tmp_path, "tiny" if model == "tiny" else "flash", **heads)
     target = TargetSettings(path=str(tmp_path), dtype="float32", device="cpu")
     settings = ServeSettings(tp=2, **more)
     loads = (target, draft, frozenset[int](), settings)

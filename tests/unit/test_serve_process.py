@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -91,13 +92,20 @@ def test_a_server_that_lost_its_engine_says_so_and_ends_with_1(
     with command(monkeypatch, model, target, str(log)) as server:
         stream = texts(server.http, "a", 400)
         next(stream)
+        # one that does not say all it wants
+        slow = socket.create_connection(("127.0.0.1", server.http.base_url.port))
+        slow.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
         model.signal(KILL)
+        begun = time.monotonic()
         said = "the engine process was ended by SIGKILL, for lack of memory perhaps"
         assert list(stream)[-1] == said
         assert server.http.get("/health").json()["error"]["message"] == said
         assert server.code() == 1
+        assert time.monotonic() - begun < 4
+        slow.close()
     assert log.read_text().splitlines()[-1] == f"error: {said}"
     assert log.read_text().count("SIGKILL") == 1
+    assert "Traceback" not in log.read_text()
 
 
 def test_a_full_disk_under_the_log_stops_nothing(

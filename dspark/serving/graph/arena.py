@@ -15,6 +15,7 @@ from dspark.kernels.accept import RECORD, RING, STOP_IDS, Field, Real
 from dspark.kernels.kda_verify import KDASlots
 from dspark.kernels.launch import ROWS
 from dspark.serving.graph.exchange import Exchange
+from dspark.serving.graph.gathered import Gathered
 from dspark.serving.graph.tuning import Tuning
 from dspark.serving.graph.weights import (
     DraftWeights,
@@ -93,7 +94,7 @@ class Arena:
         target: TargetWeights,
         draft: DraftWeights | None,
         tuning: Tuning,
-        exchange: Exchange | None = None,
+        exchange: Exchange | Gathered | None = None,
     ) -> None:
         like = target.head
         device, dtype = like.device, like.dtype

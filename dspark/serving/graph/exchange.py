@@ -17,7 +17,14 @@ from dspark.kernels.launch import ROWS
 from dspark.kernels.peers import Peers
 from dspark.serving.engine import EngineLost
 
-__all__ = ["SHORTLIST_EACH", "SHORTLIST_PARTS", "Exchange", "PromptSum", "lost_rank"]
+__all__ = [
+    "SHORTLIST_EACH",
+    "SHORTLIST_PARTS",
+    "Exchange",
+    "PromptSum",
+    "candidates_of",
+    "lost_rank",
+]
 
 SHORTLIST_PARTS = 16
 SHORTLIST_EACH = 8
@@ -42,7 +49,7 @@ class Exchange:
 
     def __init__(self, peers: Peers, hidden: int, share: int, slots: int) -> None:
         self.peers, self.share, self.first = peers, share, peers.first * share
-        self.candidates, self.slots = _candidates(peers.ranks), slots
+        self.candidates, self.slots = candidates_of(peers.ranks), slots
         self._sums = peers.room(ROWS, hidden)
         self._choice = peers.room(ROWS, CHOICE_WORDS)
         self._shortlist = peers.room(2 * slots, self.candidates) if slots else None
@@ -132,5 +139,6 @@ def lost_rank(rank: int) -> str:
     return f"rank {rank} did not come to an exchange in time; its log says why, if it is there"
 
 
-def _candidates(ranks: int) -> int:
+def candidates_of(ranks: int) -> int:
+    """Of a slot, on each rank."""
     return SHORTLIST_PARTS // ranks * SHORTLIST_EACH

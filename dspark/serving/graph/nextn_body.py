@@ -3,14 +3,18 @@
 Row t of the last step goes into the block with the token that turned out to follow it; the output
 behind the last one gives the first proposal. Every further proposal is a pass over a single row:
 the token just proposed, and the block's own output in the place of the target's hidden state. The
-definition is `target.mtp`.
+definition is `target.mtp`. Of several ranks each has its part of the block and of the head; the way
+into the block is whole on every one.
 
 Symbols: R = 16 rows, D hidden.
 """
 
+from torch import Tensor
+
 from dspark.kernels.accept import Field
 from dspark.kernels.launch import ROWS
 from dspark.kernels.nextn import join_norms, pick_row, take_token
+from dspark.kernels.nextn_ranks import pick_row_of_share
 from dspark.kernels.reduce_norm import parts_norm
 from dspark.serving.graph.arena import PICK_PARTS, Arena, Caches
 from dspark.serving.graph.target_body import TargetBody, head_logits, product
@@ -74,12 +78,31 @@ class NextNBody:
         """Proposal ``slot``, and the input of the pass behind it."""
         weights, arena = self.weights, self.arena
         logits = head_logits(arena, _HEAD, self.target.head)
-        values = arena.scratch("NEXTN picked", (PICK_PARTS,))
-        ids = arena.scratch("NEXTN picked ids", (PICK_PARTS,), arena.ints.dtype)
-        if arena.on(_HEAD):
-            pick_row(logits, arena.ints, arena.reals, values, ids, slot=slot)
+        values, ids = self._best(logits, slot)
         if arena.on(_NAME):
             take_token(
                 values, ids, arena.proposals, arena.ints, self.target.embedding, arena.normed,
                 weights.enorm, weights.hnorm, self._joined, slot=slot, eps=self.eps,
             )  # fmt: skip
+
+    def _best(self, logits: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """Best scores of parts of the vocabulary for proposal ``slot``, and their ids."""
+        arena, exchange = self.arena, self.arena.exchange
+        if exchange is None:
+            values = arena.scratch("NEXTN picked", (PICK_PARTS,))
+            ids = arena.scratch("NEXTN picked ids", (PICK_PARTS,), arena.ints.dtype)
+            if arena.on(_HEAD):
+                pick_row(logits, arena.ints, arena.reals, values, ids, slot=slot)
+            return values, ids
+        # a row of the step's choice is exchanged; the others are nobody's
+        mine = arena.scratch("NEXTN picked", (ROWS, PICK_PARTS))
+        mine_ids = arena.scratch("NEXTN picked ids", (ROWS, PICK_PARTS), arena.ints.dtype)
+        best = arena.scratch("NEXTN best", (ROWS, exchange.peers.ranks))
+        best_ids = arena.scratch("NEXTN best ids", (ROWS, exchange.peers.ranks), arena.ints.dtype)
+        if arena.on(_HEAD):
+            pick_row_of_share(
+                logits, arena.ints, arena.reals, mine[0], mine_ids[0], slot=slot,
+                first=exchange.first,
+            )  # fmt: skip
+            exchange.choose(mine, mine_ids, arena.mailbox, best, best_ids)
+        return best[0], best_ids[0]

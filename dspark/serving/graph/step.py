@@ -28,6 +28,7 @@ from dspark.serving.graph.arena import MOST_SCHEDULE, Arena, Caches
 from dspark.serving.graph.dense import dense_weights
 from dspark.serving.graph.draft_body import DraftBody
 from dspark.serving.graph.exchange import Exchange
+from dspark.serving.graph.gathered import Gathered, Library
 from dspark.serving.graph.nextn_body import NextNBody
 from dspark.serving.graph.prompt import ArenaContext, PromptCache, fill_nextn, hand_over
 from dspark.serving.graph.target_body import TargetBody
@@ -74,7 +75,8 @@ class GraphStep:
         num_draft_tokens: proposals a round; None: `draft_limit`'s default.
         embedding: the whole embedding table, where ``target`` is one rank of several.
         nextn: proposals a round of the model's own NEXTN block, instead of a draft; 0: none.
-        peers: memory of the other ranks, where ``target`` is one that steps with them.
+        peers: memory of the other ranks, or what reaches them without, where ``target`` is one that
+            steps with them.
         prefixes: prompts that were read, for those that begin alike; not used with a NEXTN block,
             which needs the last hidden states of all of a prompt.
 
@@ -93,7 +95,7 @@ class GraphStep:
         tuning: Tuning | None = None,
         nextn: int = 0,
         prefixes: PrefixCache | None = None,
-        peers: Peers | None = None,
+        peers: Peers | Library | None = None,
     ) -> None:
         if reason := unsupported(target, draft):
             raise ConfigError(f"the graph engine cannot run this: {reason}")
@@ -102,8 +104,6 @@ class GraphStep:
                 f"context must lie in 1..{target.max_position_embeddings}, got {context}"
             )
         _check_nextn(target, draft, nextn)
-        if nextn and peers is not None:
-            raise ConfigError(f"nextn is {nextn}: a NEXTN block does not run on several ranks yet")
         self.target, self.context = target, context
         self.limit = nextn
         if draft is not None:
@@ -123,10 +123,11 @@ class GraphStep:
                 self.draft = DraftWeights.of(draft, ranks, self.rank)
             self.nextn = NextNWeights.of(ling) if ling and nextn else None
             self.caches = Caches.empty(self.weights, self.draft, context, self.nextn)
-            self.exchange = None
-            if peers is not None:
-                slots = self.draft.block_size if self.draft else 0
-                share = len(self.weights.head)
+            self.exchange: Exchange | Gathered | None = None
+            slots, share = self.draft.block_size if self.draft else 0, len(self.weights.head)
+            if isinstance(peers, Library):
+                self.exchange = Gathered(peers, self.weights.config.hidden_size, share, slots)
+            elif peers is not None:
                 self.exchange = Exchange(peers, self.weights.config.hidden_size, share, slots)
             self.arena = Arena(self.weights, self.draft, tuning or Tuning(), self.exchange)
         layer_ids = self.draft.layer_ids if self.draft else ()

@@ -1,10 +1,11 @@
-"""How the ranks of a service add up their parts: over memory they map of each other's GPU, or gloo.
+"""How ranks of a service add up their parts: over memory they map of each other, NCCL, or gloo.
 
 Every rank adds in the order of the ranks, so that all have the same bits, and so that a row's do
 not depend on how many rows there are, as they may where a library chooses the order.
 """
 
 import inspect
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from dspark.serving.ranks.board import Board, Topic
 from dspark.serving.ranks.seat import Seat
 from dspark.target.model import Reduce
 
-__all__ = ["Group", "join", "map_heap", "share_heap", "sum_in_order"]
+__all__ = ["Group", "join", "map_heap", "share_heap", "sum_in_order", "without_multicast"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Group:
 
     Attributes:
         reduce: sums over the ranks, while a prompt is read and on a CPU.
-        peers: memory of all ranks' GPUs (`kernels.peers.Peers`); None on a CPU.
+        peers: memory of all ranks' GPUs (`kernels.peers.Peers`), or what reaches them without
+            (`graph.gathered.Library`); None on a CPU.
         context: the smallest that any rank has room for.
     """
 
@@ -39,20 +41,22 @@ class Group:
 
 
 def join(
-    seat: Seat, board: Board, device: torch.device, heap_bytes: int, context: int | None
+    seat: Seat,
+    board: Board,
+    device: torch.device,
+    heap_bytes: int,
+    context: int | None,
+    *,
+    library: bool = False,
 ) -> Group:
-    """Meet all other ranks, and share ``heap_bytes`` of each GPU.
+    """Meet all other ranks, and share ``heap_bytes`` of each GPU; or not, with ``library``.
 
     Raises:
         RunError: one did not come in time.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or library:
         context = _least(seat, board, {"context": context})[1]
-        dist.init_process_group(
-            "gloo", init_method=f"file://{seat.meeting}", rank=seat.rank, world_size=seat.ranks,
-            timeout=timedelta(seconds=seat.timeout_s),
-        )  # fmt: skip
-        return Group(_gathered(seat.ranks), None, context)
+        return Group(_gathered(seat.ranks), _meet(seat, device), context)
     # only here: the kernels need a package that a CPU does without
     from dspark.kernels.peers import Peers
     from dspark.serving.graph.exchange import PromptSum
@@ -67,6 +71,28 @@ def join(
     ]
     peers = Peers(heaps, seat.rank)
     return Group(PromptSum(peers), peers, context)
+
+
+def _meet(seat: Seat, device: torch.device) -> Any:
+    """By a library; `Group.peers`."""
+    on_gpu = device.type == "cuda"
+    without_multicast()
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=f"file://{seat.meeting}", rank=seat.rank,
+        world_size=seat.ranks, timeout=timedelta(seconds=seat.timeout_s),
+        device_id=device if on_gpu else None,
+    )  # fmt: skip
+    if not on_gpu:
+        return None
+    from dspark.serving.graph.gathered import Library
+
+    torch.cuda.set_device(device)
+    return Library(seat.ranks, seat.rank, torch.zeros(1, dtype=torch.int32, device=device))
+
+
+def without_multicast() -> None:
+    """NCCL shall not multicast over NVLink, which not every machine lends to all its users."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:

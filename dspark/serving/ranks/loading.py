@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from dspark.config import TargetSettings
-from dspark.decoding import DecodeParams, SamplingParams, nextn_proposals
+from dspark.decoding import DecodeParams, Draft, SamplingParams, nextn_draft, nextn_proposals
 from dspark.draft import DSparkDraftModel
 from dspark.errors import ConfigError
 from dspark.export.load import TargetShape, build_draft, check_fit, read_config, read_weights
@@ -14,6 +14,7 @@ from dspark.serving.choice import choose, foresee
 from dspark.serving.engine import LocalModel
 from dspark.serving.plan import exchange_heap
 from dspark.serving.ranks.board import Board, Topic
+from dspark.serving.ranks.cores import keep_to_cores
 from dspark.serving.ranks.follow import keep_beating
 from dspark.serving.ranks.group import join
 from dspark.serving.ranks.lead import Leader
@@ -59,7 +60,9 @@ def load_rank(
         ConfigError: these models, or this machine, are none for several ranks.
         DSparkError: one of them cannot be loaded.
     """
-    device = seat.device(target.device)
+    library = settings.exchange == "nccl"
+    device = seat.device(target.device, peers=not library)
+    keep_to_cores(seat, device)
     target = target.model_copy(update={"device": str(device)})
     config, _, dtype = peek(target)
     if config is None:
@@ -67,21 +70,21 @@ def load_rank(
             f"serve.tp is {seat.ranks}, which is for Ling-3.0 targets; '{target.path}' is another: "
             "leave it out"
         )
-    if draft is not None and nextn_proposals(draft) is not None:
-        raise ConfigError(
-            f"the draft '{draft}' does not run on several ranks yet (serve.tp {seat.ranks}): give "
-            "an exported draft, or none"
-        )
+    depth = None if draft is None else nextn_proposals(draft)
     if device.type == "cuda":
         settings = replace(settings, engine="graph")
     planned = foresee(target, draft, settings, seat.ranks, quiet=seat.rank > 0)
     heap_bytes = exchange_heap(config, seat.ranks)
-    group = join(seat, board, device, heap_bytes, planned.context)
+    group = join(seat, board, device, heap_bytes, planned.context, library=library)
     loaded = load_ling(
         target, device=device, dtype=dtype, ranks=seat.ranks, rank=seat.rank, reduce=group.reduce,
-        whole_embedding=True,
+        whole_embedding=True, nextn=depth is not None,
     )  # fmt: skip
-    drafted = _draft(draft, loaded, target, config) if draft is not None else None
+    drafted: Draft | None = None
+    if depth is not None:
+        drafted = nextn_draft(loaded, depth)
+    elif draft is not None:
+        drafted = _draft(draft, loaded, target, config)
     # from here on all do the same at the same time
     board.say(seat.rank, Topic.LOADED, b"")
     board.all_said(Topic.LOADED, seat.timeout_s)

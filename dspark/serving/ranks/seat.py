@@ -25,8 +25,8 @@ class Seat:
     shared_gpu: bool = False
     """All ranks on the first GPU, which is for tests."""
 
-    def device(self, name: str) -> torch.device:
-        """Of this rank, where ``name`` is what the user wants.
+    def device(self, name: str, *, peers: bool = True) -> torch.device:
+        """Of this rank, where ``name`` is what the user wants; ``peers``: as in `check_gpus`.
 
         Raises:
             ConfigError: this machine's GPUs, or that device, are none for so many ranks.
@@ -40,12 +40,12 @@ class Seat:
             )
         if self.shared_gpu:
             return torch.device("cuda:0")
-        check_gpus(self.ranks)
+        check_gpus(self.ranks, peers=peers)
         return torch.device("cuda", self.rank)
 
 
-def check_gpus(ranks: int) -> None:
-    """The first ``ranks`` GPUs are of one kind, and read each other's memory.
+def check_gpus(ranks: int, *, peers: bool = True) -> None:
+    """The first ``ranks`` GPUs are of one kind, and with ``peers`` read each other's memory.
 
     Raises:
         ConfigError: there are not so many, they differ, or two cannot.
@@ -61,10 +61,11 @@ def check_gpus(ranks: int) -> None:
             )
     for one in range(ranks):
         for other in range(ranks):
-            if one != other and not torch.cuda.can_device_access_peer(one, other):
+            if peers and one != other and not torch.cuda.can_device_access_peer(one, other):
                 raise ConfigError(
                     f"serve.tp {ranks} needs GPUs that read each other's memory, and cuda:{one} "
-                    f"cannot read that of cuda:{other} (nvidia-smi topo -p2p r shows which can)"
+                    f"cannot read that of cuda:{other} (nvidia-smi topo -p2p r shows which can): "
+                    "give --exchange nccl, which is slower"
                 )
 
 

@@ -32,6 +32,7 @@ _LOOK_S = 0.6
 _CAUSE_S = 0.5
 """How long the first cause of a failure is looked for."""
 _END_S = 5.0
+"""For the end of all processes that were killed."""
 
 
 class Ranks:
@@ -113,12 +114,13 @@ class Ranks:
         """End all of them at once."""
         for process in self._processes.values():
             process.kill()
-        for process in self._processes.values():
-            process.join(_END_S)
 
     def close(self) -> None:
-        """The same, and give the memory back."""
+        """The same, wait until they have ended, and give the memory back."""
         self.kill()
+        end = time.monotonic() + _END_S
+        for process in self._processes.values():
+            process.join(max(0.0, end - time.monotonic()))
         self._board.close(last=True)
         self._folder.cleanup()
 
