@@ -1,6 +1,7 @@
 """The client that `test_endpoint_killed` starts and kills."""
 
 import json
+import signal
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ __all__ = ["run"]
 
 def run(folder: Path) -> None:
     """Sample as settings.json says, with short pauses; report.json tells how it went."""
+    # what a shell starts in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     client.FIRST_PAUSE_S = 0.01
     tokenizer = tiny_tokenizer()
