@@ -70,8 +70,10 @@ class CollectiveOptions:
             raise ConfigError(f"--tp must be one of {RANKS[1:]}, got {self.ranks}")
         if self.hidden < 16 or self.hidden % 16:
             raise ConfigError(f"--hidden must be a multiple of 16, got {self.hidden}")
-        if self.rounds < 0 or self.vocabulary < 1:
-            raise ConfigError(f"--rounds must be >= 0 and --vocabulary >= 1, got {self}")
+        if self.rounds < 0:
+            raise ConfigError(f"--rounds must be >= 0, got {self.rounds}")
+        if self.vocabulary < 1:
+            raise ConfigError(f"--vocabulary must be >= 1, got {self.vocabulary}")
         if any(one < 0 for one in self.skew) or self.repeats < 1:
             raise ConfigError(f"--skew must be >= 0 and --repeats >= 1, got {self}")
 

@@ -81,7 +81,7 @@ def _join_kernel(
 @triton.jit
 def _pick_row_kernel(
     logits, ints, reals, values, ids, V, PART,
-    ROWS_FIELD: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS_FIELD: tl.constexpr, SLOT: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
@@ -94,7 +94,7 @@ def _pick_row_kernel(
     end = tl.minimum((part + 1) * PART, V)
     best, winner = best_of_part(
         logits + (rows - 1).to(tl.int64) * V, part * PART, end,
-        tl.full([], float("-inf"), tl.float32), tl.load(reals + _TEMPERATURE), key, 0, BLOCK,
+        tl.full([], float("-inf"), tl.float32), tl.load(reals + _TEMPERATURE), key, FIRST, BLOCK,
     )  # fmt: skip
     tl.store(values + part, best)
     tl.store(ids + part, winner)
@@ -169,16 +169,19 @@ def pick_row(
     ints: Tensor,  # int32, by `Field`
     reals: Tensor,  # float32, by `Real`
     values: Tensor,  # [P] float32
-    ids: Tensor,  # [P] int32
+    ids: Tensor,  # [P] int32, in the whole vocabulary
     *,
     slot: int,
+    first: int = 0,
     block: int = 1024,
     pdl: bool | None = None,
 ) -> None:
     """The best token of each part of the vocabulary behind the last row, for proposal ``slot``.
 
     That is the last kept row for slot 0, and row 0 for the others. As `accept.pick_parts`, with the
-    noise of the position that the proposal is for, but unfiltered.
+    noise of the position that the proposal is for, but unfiltered. One rank of several has
+    ``logits`` of its share of the vocabulary, which begins at id ``first``; noise and ids are those
+    of the whole, so that the best of all ranks is what one alone would have picked.
 
     Raises:
         ValueError: a shape does not fit.
@@ -191,7 +194,8 @@ def pick_row(
         )
     _pick_row_kernel[(parts,)](
         logits, ints, reals, values, ids, size, triton.cdiv(size, parts),
-        ROWS_FIELD=_rows_field(slot), SLOT=slot, BLOCK=block, num_warps=4, **flags(logits, pdl),
+        ROWS_FIELD=_rows_field(slot), SLOT=slot, FIRST=first, BLOCK=block,
+        num_warps=4, **flags(logits, pdl),
     )  # fmt: skip
 
 

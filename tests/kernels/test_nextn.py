@@ -7,7 +7,6 @@ from torch import Tensor
 from dspark.decoding.sampling import SamplingParams, pick
 from dspark.kernels.accept import Field, Real
 from dspark.kernels.nextn import join_norms, join_norms_reference, pick_row, take_token
-from dspark.kernels.nextn_ranks import pick_row_of_share
 
 D, V, PARTS, EPS = 40, 300, 4, 1e-6
 NOWHERE = 1 << 30
@@ -134,7 +133,7 @@ def test_shares_of_the_vocabulary_have_the_noise_of_the_whole(
     state.pick(slot)
     values, ids = torch.zeros(2, 2, device=device), torch.zeros(2, 2, device=device).int()
     for share, logits in enumerate(state.logits.chunk(2, 1)):
-        pick_row_of_share(
+        pick_row(
             logits.contiguous(), state.ints, state.reals, values[share], ids[share], slot=slot,
             first=V // 2 * share, block=32,
         )  # fmt: skip
@@ -208,10 +207,6 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     state.logits = state.logits[:8]
     with pytest.raises(ValueError, match="pick_row wants logits"):
         state.pick(0)
-    with pytest.raises(ValueError, match="pick_row_of_share wants logits"):
-        pick_row_of_share(
-            state.logits, state.ints, state.reals, state.values, state.ids, slot=0, first=0
-        )
     state.values, state.ids = state.values[:3], state.ids[:3]
     with pytest.raises(ValueError, match="P a power of two"):
         state.take(0)

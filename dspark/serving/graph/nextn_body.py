@@ -14,7 +14,6 @@ from torch import Tensor
 from dspark.kernels.accept import Field
 from dspark.kernels.launch import ROWS
 from dspark.kernels.nextn import join_norms, pick_row, take_token
-from dspark.kernels.nextn_ranks import pick_row_of_share
 from dspark.kernels.reduce_norm import parts_norm
 from dspark.serving.graph.arena import PICK_PARTS, Arena, Caches
 from dspark.serving.graph.target_body import TargetBody, head_logits, product
@@ -100,7 +99,7 @@ class NextNBody:
         best = arena.scratch("NEXTN best", (ROWS, exchange.peers.ranks))
         best_ids = arena.scratch("NEXTN best ids", (ROWS, exchange.peers.ranks), arena.ints.dtype)
         if arena.on(_HEAD):
-            pick_row_of_share(
+            pick_row(
                 logits, arena.ints, arena.reals, mine[0], mine_ids[0], slot=slot,
                 first=exchange.first,
             )  # fmt: skip
