@@ -269,13 +269,24 @@ def test_a_card_that_somebody_has_edited_is_kept(copy: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("target", "tiny"), ("target", {}), ("card", {"a": 1}), ("training", "x")]
+    ("changed", "value"),
+    [
+        ("target", "tiny"),
+        ("target", {}),
+        ("card", {"a": 1}),
+        ("training", "x"),
+        ("no card", "tiny"),
+    ],
 )
 def test_a_record_that_no_export_wrote_so_is_one_sentence(
-    copy: Path, tmp_path: Path, key: str, value: Any
+    copy: Path, tmp_path: Path, changed: str, value: Any
 ) -> None:
     path = copy / "provenance.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    record = json.loads(path.read_text())
+    if changed == "no card":
+        del record["card"]
+        changed = "target"
+    path.write_text(json.dumps({**record, changed: value}))
     with pytest.raises(CheckpointError, match=r"json is not as an export writes it .*: take the"):
         convert_draft(copy, tmp_path / "out", "hf")
     assert [one.name for one in tmp_path.iterdir()] == ["draft"]
