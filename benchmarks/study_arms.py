@@ -27,13 +27,17 @@ ARMS = {
     "exact200": "loss.accept_length_weight=2.0 loss.accept_length_form=path_exact",
     "chain100": "loss.accept_length_weight=1.0 loss.accept_length_form=chain",
     "focal": "loss.accept_length_weight=0.5 loss.accept_length_focal=4.8",
+    "chain400": "loss.accept_length_weight=4.0 loss.accept_length_form=chain",
     "chain-focal": "loss.accept_length_weight=1.0 loss.accept_length_form=chain"
     " loss.accept_length_focal=2.4",
     "sharp100": "loss.accept_length_weight=1.0 loss.accept_length_temperature=0.5",
+    "greedy200": "loss.accept_length_weight=2.0 loss.accept_length_temperature=0.1",
     # other slot-wise losses
     "dpace": f"{STOCK} loss.slot_weights=survival",
     "lk": f"{STOCK} loss.distance=lk_hybrid",
     "lk-acc100": "loss.accept_length_weight=1.0 loss.distance=lk_hybrid",
+    "lk-chain400": "loss.accept_length_weight=4.0 loss.accept_length_form=chain"
+    " loss.distance=lk_hybrid",
 }
 
 if __name__ == "__main__":
