@@ -8,6 +8,11 @@ import sys
 STOCK = "loss.accept_length_weight=0"
 CE_ONLY = f"loss.ce_weight=1 loss.l1_weight=0 {STOCK}"
 NO_MARKOV = "draft.markov_rank=0"
+# a short training more of the released draft, which is far from its first steps
+TUNED = (
+    "draft.init_from=checkpoints/smollm2-135m-dspark-block16 train.steps=300 train.lr=3e-4"
+    " train.batch_size=12 loss.chunk_blocks=192"
+)
 
 ARMS = {
     # 2x2 of Markov head and loss; the confidence head reads no Markov embedding where there is none
@@ -32,6 +37,15 @@ ARMS = {
     " loss.accept_length_focal=2.4",
     "sharp100": "loss.accept_length_weight=1.0 loss.accept_length_temperature=0.5",
     "greedy200": "loss.accept_length_weight=2.0 loss.accept_length_temperature=0.1",
+    # late, on the released draft; L_acc is divided by twice the slots here
+    "tuned-stock": f"{TUNED} {STOCK}",
+    "tuned-acc100": f"{TUNED} loss.accept_length_weight=1.0",
+    "tuned-acc400": f"{TUNED} loss.accept_length_weight=4.0",
+    "tuned-acc1600": f"{TUNED} loss.accept_length_weight=16.0",
+    "tuned-sharp400": f"{TUNED} loss.accept_length_weight=4.0 loss.accept_length_temperature=0.5",
+    "tuned-greedy400": f"{TUNED} loss.accept_length_weight=4.0 loss.accept_length_temperature=0.1",
+    "tuned-exact400": f"{TUNED} loss.accept_length_weight=4.0 loss.accept_length_form=path_exact",
+    "tuned-chain100": f"{TUNED} loss.accept_length_weight=1.0 loss.accept_length_form=chain",
     # other slot-wise losses
     "dpace": f"{STOCK} loss.slot_weights=survival",
     "lk": f"{STOCK} loss.distance=lk_hybrid",
