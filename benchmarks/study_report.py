@@ -55,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("rows", nargs="+", type=Path)
     parser.add_argument("--against", default="stock")
+    parser.add_argument("--slots", action="store_true", help="conditional acceptance of each slot")
     args = parser.parse_args()
     try:
         arms = read(args.rows)
@@ -99,6 +100,25 @@ def main() -> None:
                 f"| {arm} | {len(shared)} | {shown} | {mine[0]:.3f} | {gain[0]:+.2f}% "
                 f"| {low:+.2f} to {high:+.2f} | {ece} |"
             )
+        if args.slots:
+            _print_slots(arms, keys, width)
+
+
+def _print_slots(
+    arms: dict[str, dict[int, dict[Key, dict]]],  # type: ignore[type-arg]
+    keys: list[Key],
+    width: int,
+) -> None:
+    """Of the slots that were reached the share that was kept; all sets and seeds together."""
+    print(f"\n| arm | {' | '.join(map(str, range(1, width + 1)))} |")
+    print("|" + "---|" * (width + 1))
+    for arm, seeds in sorted(arms.items()):
+        rows = [of[key] for of in seeds.values() for key in keys if key in of]
+        reached, kept = (
+            torch.tensor([row[name] for row in rows]).sum(0) for name in ("reached_at", "kept_at")
+        )
+        shares = (kept / reached.clamp_min(1)).tolist()
+        print(f"| {arm} | {' | '.join(f'{share:.3f}' for share in shares)} |")
 
 
 if __name__ == "__main__":

@@ -109,16 +109,20 @@ def test_the_study_draws_the_same_prompts_for_all_arms_by_this_bootstrap(
     for arm, factor in (("stock", 1), ("better", 2)):
         for name, counts in prompts.items():
             more = [[rounds, factor * tokens] for rounds, tokens in counts]
-            told = {"set": name, "temperature": 0.0, "width": 8, "accept_length": 0.0}
+            told = {"set": name, "temperature": 0.0, "width": 2, "accept_length": 0.0}
+            told |= {"reached_at": [8, 4 * factor], "kept_at": [2 * factor, len(counts)]}
             rows.append({"draft": f"{arm}-0", "prompts": more, **told})
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     place = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(place)
     monkeypatch.setattr("dspark.bench.bootstrap.interval", interval)
-    monkeypatch.setattr(sys, "argv", ["study_report.py", str(path)])
+    monkeypatch.setattr(sys, "argv", ["study_report.py", str(path), "--slots"])
     runpy.run_path(str(place / "study_report.py"), run_name="__main__")
-    better, stock = capsys.readouterr().out.splitlines()[-2:]
+    lines = capsys.readouterr().out.splitlines()
+    # of both sets: 8 of 16 and 5 of 16, 4 of 16 and 5 of 8
+    assert lines[-2:] == ["| better | 0.500 | 0.312 |", "| stock | 0.250 | 0.625 |"]
+    better, stock = (line for line in lines if line.startswith(("| better | 1", "| stock | 1")))
     # the mean of (4 + 9 + 6) / 10 and (7 + 8) / 5
     assert "| 4.900 | +100.00% | -1.00 to +2.00 |" in better
     assert "| 2.450 | +0.00% | -1.00 to +2.00 |" in stock
