@@ -20,7 +20,7 @@ DEFINITIONS = {
     "accept length": "Tokens a verify step adds, the target's own included, over all steps since "
     "the flush behind the warm-up, that is, of this run. The prefill's token is no step.",
     "mean step": "One propose, verify, commit step by the server's clock; not TPOT times accept "
-    "length. p50 and p99: over steps.",
+    "length. p50, p90 and p99: over steps.",
     "ceiling": "(proposals of a step + 1) / mean step. A run whose output throughput lies above it "
     "has a wrong clock or counter, and ends with exit code 1.",
     "prompt tokens": "Of all prompts, by the server's count.",

@@ -30,7 +30,8 @@ def official_shape(config: LingConfig | DenseShape, block_size: int) -> dict[str
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
         "block_size": block_size,
-        "target_layer_ids": [round(1 + i * span / 4) for i in range(5)],
+        # fewer than five of a target with few layers
+        "target_layer_ids": sorted({round(1 + i * span / 4) for i in range(5)}),
         "num_target_layers": layers,
         "mask_token_id": config.vocab_size - 1,
         "markov_rank": 256,

@@ -90,7 +90,8 @@ class Comparison:
 
     def table(self) -> Table:
         """`rows` for people."""
-        table = Table(title=f"{self.measured.model} against {self.base_name}: {self.verdict()}")
+        measured = f"{self.measured.model}{self.measured.caveat()}"
+        table = Table(title=f"{measured} against {self.base_name}: {self.verdict()}")
         for name in ("figure", "measured", "base", "difference", "times better"):
             table.add_column(name, justify="left" if name == "figure" else "right")
         for row in self.rows():

@@ -38,7 +38,7 @@ def page(
 
 def _side(report: ServingReport) -> list[str]:
     problem = report.above_ceiling
-    served = f"{report.completed} requests, {report.output_tokens:,} tokens"
+    served = f"{report.completed} requests, {report.output_tokens:,} tokens{report.caveat()}"
     parts = [f"<p>{served}{f', {report.failed} failed' if report.failed else ''}</p>"]
     if problem:
         parts.append(f'<p class="bad"><strong>{html_page.text(problem)}</strong></p>')

@@ -111,7 +111,7 @@ class ServingReport:
     accept_histogram: list[int] | None
     """Steps by emitted tokens, index 0..proposals + 1."""
     step_ms: dict[str, float] | None
-    """mean, min, p50, p99 as the server measured them."""
+    """mean, min, p50, p90, p99 as the server measured them."""
     num_draft_tokens: int | None
     ceiling: float | None
     """Tokens a second if every step emitted all it can."""
@@ -126,7 +126,7 @@ class ServingReport:
     requests: list[dict[str, Any]] = field(default_factory=list)
     """Each request by itself, in the order of the prompts."""
     server: dict[str, Any] = field(default_factory=dict)
-    """Device, dtype and version the server reported."""
+    """Device, dtype, version and engine the server reported, and what of it is made up."""
 
     def to_dict(self) -> dict[str, Any]:
         """All figures by name, ready for JSON."""
@@ -152,6 +152,7 @@ class ServingReport:
             ("accept length", self.accept_length, "tokens/step"),
             ("mean step", step.get("mean"), "ms"),
             ("p50 step", step.get("p50"), "ms"),
+            ("p90 step", step.get("p90"), "ms"),
             ("p99 step", step.get("p99"), "ms"),
             ("ceiling", self.ceiling, "tok/s"),
             ("prompt tokens", self.prompt_tokens, "tokens"),
@@ -165,9 +166,18 @@ class ServingReport:
             ("concurrency", self.concurrency, ""),
         ]
 
+    def caveat(self) -> str:
+        """What these figures are not: of real weights, of proposals that were judged."""
+        said = []
+        if self.server.get("synthetic_weights"):
+            said.append("SYNTHETIC weights")
+        if self.server.get("simulate_accept_length") is not None:
+            said.append("SIMULATED acceptance")
+        return "".join(f", {one}" for one in said)
+
     def table(self) -> Table:
         """The rows, and behind them the steps by tokens."""
-        table = Table(title=f"serving {self.model}, {self.completed} requests")
+        table = Table(title=f"serving {self.model}, {self.completed} requests{self.caveat()}")
         table.add_column("figure")
         table.add_column("value", justify="right")
         for name, value, unit in self.rows():
@@ -246,13 +256,19 @@ def summarise(
         survival=states[0].get("survival") if num_draft_tokens else None,
         cached_tokens=sum(cached) if cached else None,
         requests=[one.record(origin) for one in timings],
-        server={
-            key: info[key] for key in ("version", "device", "dtype", "model_path") if key in info
-        }
-        if info
-        else {},
+        server=_server(info or {}),
     )
     return replace(report, above_ceiling=above_ceiling(report, done))
+
+
+def _server(info: dict[str, Any]) -> dict[str, Any]:
+    told = ("version", "device", "dtype", "model_path", "engine", "synthetic_weights")
+    found = {key: info[key] for key in told if key in info}
+    settings = info.get("settings") or {}
+    for name in ("tp", "simulate_accept_length"):
+        if name in settings:
+            found[name] = settings[name]
+    return found
 
 
 def above_ceiling(report: ServingReport, done: Sequence[RequestTiming]) -> str | None:

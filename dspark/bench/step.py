@@ -244,6 +244,8 @@ class StepBench:
     def _route(self) -> float:
         """Make the routing what was asked for; distinct experts of a layer, measured."""
         config = self.config
+        self.expert_pool: int | None = None
+        """What `synthetic_weights.expert_pool` is for the same routing; None: all experts."""
         if isinstance(config, DenseShape):
             return 0.0
         wanted = self.routing.experts(config, self.rows)
@@ -256,6 +258,7 @@ class StepBench:
             pool = (low + high) // 2
             found = self._distinct(config, pool)
             low, high = (pool, high) if found < wanted else (low, pool)
+        self.expert_pool = pool
         return found
 
     def _distinct(self, config: LingConfig, pool: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from dspark.bench.draft_shape import official_shape
 from dspark.bench.roofline import check_dense
 from dspark.bench.targets import read_target
-from dspark.decoding import nextn_proposals
+from dspark.decoding import accept_schedule, nextn_proposals
 from dspark.decoding.proposer import MAX_PROPOSALS, draft_limit
 from dspark.draft import DSparkConfig
 from dspark.errors import ConfigError
@@ -27,7 +27,6 @@ __all__ = [
     "TABLE",
     "Settled",
     "StepOptions",
-    "accept_schedule",
     "check",
     "draft_on",
     "of_table",
@@ -100,26 +99,6 @@ class StepOptions:
     def nextn(self) -> int:
         """Proposals of the NEXTN block; 0: another draft, or none."""
         return nextn_proposals(self.draft) or 0
-
-
-def accept_schedule(accept_length: float, proposals: int, length: int = 512) -> list[int]:
-    """Accepted proposals of each step in turn, with this mean accept length (bonus included).
-
-    Raises:
-        ConfigError: the mean is outside 1..``proposals`` + 1.
-    """
-    if not 1 <= accept_length <= proposals + 1:
-        raise ConfigError(
-            f"accept length must lie in 1..{proposals + 1} ({proposals} proposals and the "
-            f"target's own token), got {accept_length}"
-        )
-    wanted = accept_length - 1
-    schedule, total = [], 0
-    for step in range(1, length + 1):
-        kept = round(wanted * step) - total
-        schedule.append(kept)
-        total += kept
-    return schedule
 
 
 @dataclass(frozen=True)

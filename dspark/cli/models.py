@@ -133,18 +133,45 @@ def _make_checkpoint(
     out: Annotated[Path, typer.Option(help="Directory to write.")],
     seed: Annotated[int, typer.Option(help="Weights are a function of it.")] = 0,
     shard_mb: Annotated[int, typer.Option(min=1, help="Most megabytes of a file.")] = 5000,
+    without_weights: Annotated[
+        bool, typer.Option(help="No weights: whoever loads the directory draws them in place.")
+    ] = False,
+    expert_pool: Annotated[
+        int | None, typer.Option(help="Without weights: experts that routers choose among.")
+    ] = None,
+    draft_block: Annotated[
+        int | None,
+        typer.Option(min=1, max=16, help="A draft of this block for the config's model instead."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint with RANDOM weights in the official Ling-3.0 layout.
 
     Example: dspark make-checkpoint --config configs/targets/ling-3.0-tiny.json --out /tmp/ling
     """
+    from dspark.bench.draft_shape import official_shape
+    from dspark.export.random_draft import write_random_draft
     from dspark.target.config import LingConfig
+    from dspark.target.drawn import Drawn
     from dspark.target.synthetic import make_checkpoint
 
     read = LingConfig.from_file(config)
-    size = make_checkpoint(read, out, seed=seed, shard_bytes=shard_mb * 1_000_000)
-    print(f"{out}: {size:,} bytes of synthetic weights, seed {seed}")
+    if draft_block is not None and (without_weights or expert_pool is not None):
+        raise ConfigError(
+            f"--draft-block {draft_block} writes a draft; --without-weights and --expert-pool are "
+            "of a target: leave them out"
+        )
+    if expert_pool is not None and not without_weights:
+        raise ConfigError(
+            f"--expert-pool {expert_pool} is for drawn weights: add --without-weights"
+        )
+    if draft_block is not None:
+        size = write_random_draft(official_shape(read, draft_block), out, seed=seed)
+    else:
+        drawn = Drawn(seed, expert_pool) if without_weights else None
+        size = make_checkpoint(read, out, seed=seed, shard_bytes=shard_mb * 1_000_000, drawn=drawn)
+    how = "weights to be drawn" if without_weights else f"{size:,} bytes of synthetic weights"
+    print(f"{out}: {how}, seed {seed}")
     finish({"out": str(out), "bytes": size, "seed": seed, "synthetic": True}, as_json)
 
 

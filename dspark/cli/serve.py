@@ -44,6 +44,10 @@ def _serve(
     ] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Proposals a round.")] = None,
     confidence_threshold: Annotated[float, typer.Option(help="0 never cuts a block.")] = 0.0,
+    simulate_accept_length: Annotated[
+        float | None,
+        typer.Option(help="Accept so many tokens a step on average, whatever they are."),
+    ] = None,
     default_max_tokens: Annotated[
         int, typer.Option(help="Output limit of a request that names none.")
     ] = 512,
@@ -94,6 +98,7 @@ def _serve(
         context=context,
         num_draft_tokens=num_draft_tokens,
         confidence_threshold=confidence_threshold,
+        simulate_accept_length=simulate_accept_length,
         default_max_tokens=default_max_tokens,
         max_output_tokens=max_output_tokens,
         prefix_cache_bytes=prefix_cache_bytes,

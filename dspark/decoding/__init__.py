@@ -17,6 +17,7 @@ from dspark.decoding.reference_step import (
 )
 from dspark.decoding.replay import replay
 from dspark.decoding.sampling import SamplingParams
+from dspark.decoding.simulated import accept_schedule
 
 __all__ = [
     "MAX_TOP_LOGPROBS",
@@ -32,6 +33,7 @@ __all__ = [
     "SamplingParams",
     "StepResult",
     "Verification",
+    "accept_schedule",
     "check_request",
     "decode",
     "decode_plain",

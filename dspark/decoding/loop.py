@@ -125,12 +125,14 @@ def stream(
     params: DecodeParams,
     prefixes: PrefixCache | None = None,
     go_on: GoOn | None = None,
+    schedule: Sequence[int] = (),
 ) -> Iterator[Commit]:
     """Yield what each round makes final; the first commit is the prefill's token.
 
     With the same seed the tokens do not depend on the draft, nor on ``prefixes``: prompts that
     these two have read before. The context limit ends the output with ``length``. Where
-    ``go_on``, asked between the pieces of the prompt, says no, there is no commit.
+    ``go_on``, asked between the pieces of the prompt, says no, there is no commit. ``schedule``:
+    accepted proposals step by step, in turn, where acceptance is simulated.
 
     Raises:
         ConfigError: the prompt leaves no room for a token, or the draft settings are out of range.
@@ -148,6 +150,7 @@ def stream(
         top_logprobs=params.top_logprobs,
         verification=params.verification,
         prefixes=prefixes,
+        schedule=schedule,
     )
     begun = time.perf_counter()
     try:

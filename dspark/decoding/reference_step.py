@@ -9,6 +9,7 @@ anchor, the token at position s, which is emitted but not yet consumed by either
 Symbols: S positions, n proposals, F tapped layers, D hidden.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -57,7 +58,8 @@ class ReferenceStep:
 
     ``top_logprobs``: keep `logprobs` of the tokens, with so many alternatives; None: don't.
     ``prefixes``: prompts that this target and draft have read, and where this one's go. A NEXTN
-    block reads every prompt whole: it wants the hidden states of all of it.
+    block reads every prompt whole: it wants the hidden states of all of it. ``schedule``: accepted
+    proposals step by step, in turn, where acceptance is simulated.
 
     Raises:
         ConfigError: `draft_limit` refuses the settings.
@@ -74,8 +76,10 @@ class ReferenceStep:
         top_logprobs: int | None = None,
         verification: Verification = "coupled",
         prefixes: PrefixCache | None = None,
+        schedule: Sequence[int] = (),
     ) -> None:
         self.target = target
+        self._schedule, self._steps = schedule, 0
         self.params = params
         self.logprobs: list[Logprob] | None = None
         """Of the tokens that `prefill` or `commit` added last."""
@@ -180,6 +184,9 @@ class ReferenceStep:
     def commit(self, proposals: Tensor, choices: Tensor, features: Tensor) -> StepResult:
         """Keep the proposals that equal the target's choices, then the target's next choice."""
         kept = int((proposals == choices[:-1]).cumprod(0).sum())
+        if self._schedule:
+            kept = min(self._schedule[self._steps % len(self._schedule)], len(proposals))
+            self._steps += 1
         self.target.commit(self._cache, kept + 1)
         if self._proposer is not None:
             self._proposer.extend(features[: kept + 1], choices[: kept + 1])

@@ -88,6 +88,7 @@ class Api:
             "served_model_name": self.model_name,
             "device": card.device,
             "dtype": card.dtype,
+            "synthetic_weights": card.synthetic_weights,
             "engine": card.engine,
             "context": card.context,
             "max_model_len": self.preparer.max_model_len,

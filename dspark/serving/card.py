@@ -8,6 +8,7 @@ from dspark.decoding import SamplingParams
 from dspark.errors import ConfigError
 from dspark.target import Target
 from dspark.target.base import PREFILL_ROWS
+from dspark.target.drawn import KEY
 
 __all__ = ["ModelCard", "card_of"]
 
@@ -42,6 +43,8 @@ class ModelCard:
     """Positions of a prompt that are read together."""
     prefix_cache_bytes: int = 0
     """For prompts that begin like earlier ones; 0: each is read whole."""
+    synthetic_weights: bool = False
+    """Drawn, not read from files: what the model says means nothing."""
 
     def prefill_steps(self, prompt_tokens: int) -> int:
         """How many pieces a prompt is read in."""
@@ -64,6 +67,7 @@ def card_of(target: Target, **engine: Any) -> ModelCard:
         eos_ids=target.eos_ids,
         device=str(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
+        synthetic_weights=KEY in getattr(target.config, "raw", {}),
         sampling=_sampling_defaults(target),
         prefill_rows=target.prefill_rows,
         **engine,

@@ -23,6 +23,7 @@ from dspark.serving.engine import (
     check_confidence,
     prefix_cache,
     proposals,
+    simulated,
 )
 from dspark.serving.graph.weights import unsupported_draft, unsupported_shapes
 from dspark.serving.plan import DEFAULT_CONTEXT, MemoryPlan
@@ -167,7 +168,7 @@ def choose(
             "give a smaller --context"
         ) from error
     log.info("graph engine: %s on %s, context %d", target.name, target.device, context)
-    decode = GraphDecoder(step).stream
+    decode = GraphDecoder(step, schedule=simulated(draft, settings)).stream
     return Decoder("graph", decode, context, _MOST_STOPS, prefixes=prefixes)
 
 

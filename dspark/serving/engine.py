@@ -23,6 +23,7 @@ from dspark.decoding import (
     Draft,
     NextNDraft,
     PrefixCache,
+    accept_schedule,
     proposal_limit,
     stream,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "end_ids",
     "prefix_cache",
     "proposals",
+    "simulated",
 ]
 
 log = logging.getLogger(__name__)
@@ -150,11 +152,12 @@ class LocalModel:
     ) -> None:
         settings = settings or ServeSettings()
         prefixes = prefix_cache(settings, draft)
+        schedule = simulated(draft, settings)
 
         def reference(
             prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn
         ) -> Iterator[Commit]:
-            return stream(target, draft, prompt_ids, params, prefixes, go_on)
+            return stream(target, draft, prompt_ids, params, prefixes, go_on, schedule)
 
         decoder = decoder or Decoder(
             "reference", reference, settings.context, logprobs=True, prefixes=prefixes
@@ -526,6 +529,23 @@ def proposals(draft: Draft | None, settings: ServeSettings) -> int:
     elif threshold and draft.confidence_head is None:
         check_confidence("the draft has no confidence head", threshold)
     return proposal_limit(draft, wanted, threshold)
+
+
+def simulated(draft: Draft | None, settings: ServeSettings) -> list[int]:
+    """Accepted proposals of the steps of a request, in turn; empty: they are judged.
+
+    Raises:
+        ConfigError: no step can accept so many.
+    """
+    wanted = settings.simulate_accept_length
+    if wanted is None:
+        return []
+    if draft is None:
+        raise ConfigError(f"serve.simulate_accept_length is {wanted:g}, but there is no draft")
+    try:
+        return accept_schedule(wanted, proposals(draft, settings))
+    except ConfigError as error:
+        raise ConfigError(f"serve.simulate_accept_length: {error}") from None
 
 
 def check_confidence(reason: str, threshold: float) -> None:

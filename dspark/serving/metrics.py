@@ -203,6 +203,7 @@ def _step_ms(steps: list[float]) -> dict[str, float] | None:
         "mean": 1000 * sum(steps) / len(steps),
         "min": 1000 * steps[0],
         "p50": 1000 * percentile(steps, 0.5),
+        "p90": 1000 * percentile(steps, 0.9),
         "p99": 1000 * percentile(steps, 0.99),
     }
 

@@ -36,6 +36,9 @@ class ServeSettings:
     """Proposals verified a step; None takes what `decoding.draft_limit` finds best."""
     confidence_threshold: float = 0.0
     """Stop proposing where the draft's own confidence falls below this (0..1; 0 never stops)."""
+    simulate_accept_length: float | None = None
+    """Accept so many tokens a step on average (bonus included), whatever the draft proposes: for
+    weights that mean nothing. None: proposals are judged."""
     default_max_tokens: int = 512
     """Output limit of a request that names none (less where the context ends first)."""
     max_output_tokens: int = 8192
@@ -91,6 +94,12 @@ class ServeSettings:
         if not 0.0 <= self.confidence_threshold <= 1.0:
             raise ConfigError(
                 f"serve.confidence_threshold must be in 0..1, got {self.confidence_threshold}"
+            )
+        simulated = self.simulate_accept_length
+        if simulated is not None and not (math.isfinite(simulated) and simulated >= 1):
+            raise ConfigError(
+                "serve.simulate_accept_length must be >= 1, the target's own token, got "
+                f"{simulated}"
             )
         if self.num_draft_tokens is not None and self.num_draft_tokens < 1:
             raise ConfigError(

@@ -15,6 +15,7 @@ from dspark.errors import TargetError
 from dspark.progress import Bar
 from dspark.provenance import free_bytes, making, write_json
 from dspark.target.config import LingConfig
+from dspark.target.drawn import KEY, Drawn, draw, fill_drawn
 from dspark.target.layout import TensorSpec, tensors
 from dspark.target.ling_chat import synthetic_tokenizer
 from dspark.target.model import LingModel
@@ -35,20 +36,7 @@ def synthetic(spec: TensorSpec, config: LingConfig, seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     dtype = torch.float32 if spec.float32 else torch.bfloat16
-    return _draw(torch.empty(spec.shape, dtype=dtype), spec.name, config, generator)
-
-
-def _draw(values: Tensor, name: str, config: LingConfig, generator: torch.Generator) -> Tensor:
-    """Decays lie all over their range and the router's bias is not zero: no branch idles."""
-    if name.endswith("A_log"):
-        return values.uniform_(1, 16, generator=generator).log_()
-    if name.endswith("dt_bias"):
-        return values.normal_(generator=generator)
-    if name.endswith("expert_bias"):
-        return values.normal_(0, 0.1, generator=generator)
-    if "norm" in name.split(".")[-2]:
-        return values.normal_(1, 0.1, generator=generator)
-    return values.normal_(0, config.initializer_range, generator=generator)
+    return draw(torch.empty(spec.shape, dtype=dtype), spec.name, config, generator)
 
 
 @torch.no_grad()
@@ -66,23 +54,29 @@ def random_model(
     """
     with torch.device("meta"):
         model = LingModel(config, ranks=ranks, reduce=lambda part: part, nextn=nextn)
-    model = model.to(torch.bfloat16).to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, values in (*model.named_parameters(), *model.named_buffers()):
-        _draw(values, name, config, generator)
-    return model.requires_grad_(False)
+    return fill_drawn(model.to(torch.bfloat16), device, Drawn(seed))
 
 
 def make_checkpoint(
-    config: LingConfig, directory: Path, *, seed: int = 0, shard_bytes: int = SHARD_BYTES
+    config: LingConfig,
+    directory: Path,
+    *,
+    seed: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    drawn: Drawn | None = None,
 ) -> int:
     """Write weights, config and a byte tokenizer with Ling's chat format; bytes of weights.
 
-    Needs the memory of one shard. What an interrupted call left is removed.
+    Needs the memory of one shard. What an interrupted call left is removed. ``drawn``: no weights,
+    but how whoever loads the directory draws them.
 
     Raises:
         TargetError: ``directory`` holds something else, or its disk is too small.
     """
+    raw = {name: value for name, value in config.raw.items() if name != KEY}
+    if drawn is not None:
+        raw[KEY] = drawn.to_json()
+        Drawn.of(LingConfig.from_dict(raw))
     left = _entries(directory)
     foreign = [one.name for one in left if not _OURS.fullmatch(one.name)]
     if foreign:
@@ -90,24 +84,25 @@ def make_checkpoint(
     for one in left:
         # its shards may have been cut otherwise
         one.unlink()
-    specs = list(tensors(config))
+    specs = list(tensors(config)) if drawn is None else []
     total = sum(spec.nbytes for spec in specs)
     if total > (free := free_bytes(directory)):
         raise TargetError(f"{directory} needs {total:,} bytes and its disk has {free:,} free")
     with making():
         directory.mkdir(parents=True, exist_ok=True)
-    with Bar("synthetic weights", total) as bar:
-        write_shards(
-            directory,
-            specs,
-            lambda spec: synthetic(spec, config, seed),
-            shard_bytes,
-            progress=bar.advance,
-        )
+    if specs:
+        with Bar("synthetic weights", total) as bar:
+            write_shards(
+                directory,
+                specs,
+                lambda spec: synthetic(spec, config, seed),
+                shard_bytes,
+                progress=bar.advance,
+            )
     synthetic_tokenizer(config).save_pretrained(directory)
     write_json(directory / "generation_config.json", {"eos_token_id": config.eos_token_id})
     # config.json comes last: it is what marks the directory as usable
-    write_json(directory / "config.json", dict(config.raw))
+    write_json(directory / "config.json", raw)
     return total
 
 

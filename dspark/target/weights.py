@@ -20,6 +20,7 @@ from dspark.errors import TargetError
 from dspark.progress import track
 from dspark.provenance import write_json
 from dspark.target.config import LingConfig
+from dspark.target.drawn import Drawn, fill_drawn
 from dspark.target.layout import TensorSpec, is_quantised, tensors
 from dspark.target.model import LingModel, Reduce
 from dspark.target.shards import Stored, read_headers, write_shards
@@ -49,7 +50,7 @@ def load_model(
     """Build the model of ``config`` (rank ``rank`` of ``ranks``) and read its weights.
 
     Several devices share the layers. fp8 blocks are multiplied out. ``nextn`` also reads the NEXTN
-    block; without it its tensors are passed over.
+    block; without it its tensors are passed over. Where ``config`` says so, weights are drawn.
 
     Raises:
         TargetError: a file or tensor is missing, surplus, truncated, misshaped, of another dtype,
@@ -65,6 +66,9 @@ def load_model(
             nextn=nextn,
             swiglu_limits=swiglu_limits,
         )
+    drawn = Drawn.of(config, f"{directory}/config.json")
+    if drawn is not None:
+        return fill_drawn(model.to(dtype), _one_device(device), drawn)
     wanted = {spec.name: spec for spec in tensors(config) if nextn or not _nextn(config, spec.name)}
     held = read_headers(directory)
     _check(config, directory, wanted, held)
@@ -77,6 +81,14 @@ def load_model(
     for file in track(sorted(by_file), f"loading {directory.name}", len(by_file)):
         _read_file(file, by_file[file], held, places, ranks, rank)
     return model
+
+
+def _one_device(device: torch.device | str | Sequence[torch.device]) -> torch.device | str:
+    if isinstance(device, str | torch.device):
+        return device
+    if len(device) > 1:
+        raise TargetError(f"drawn weights are for one device, not for {len(device)}")
+    return device[0]
 
 
 def read_tensor(directory: Path, name: str) -> Tensor:

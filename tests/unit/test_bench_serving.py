@@ -63,6 +63,20 @@ def test_figures_by_hand() -> None:
     assert (report.completed, report.failed) == (2, 0)
 
 
+@pytest.mark.parametrize(
+    ("told", "title"),
+    [
+        ({}, "2 requests"),
+        ({"synthetic_weights": False, "settings": {"simulate_accept_length": None}}, "2 requests"),
+        ({"synthetic_weights": True}, "2 requests, SYNTHETIC weights"),
+        ({"settings": {"simulate_accept_length": 3.0}}, "2 requests, SIMULATED acceptance"),
+    ],
+)
+def test_made_up_weights_and_acceptance_are_called_so(told: dict[str, Any], title: str) -> None:
+    report = summarise(by_hand(), 2.0, model="m", info={**info(), **told})
+    assert report.table().title == f"serving m, {title}"
+
+
 def test_the_peak_places_tokens_inside_the_gap_before_their_chunk() -> None:
     # 8 tokens arrive together at 11.5 over a gap of 1 s: half of them belong to each second
     timing = RequestTiming(10.0, 11.5, [(10.5, 1), (11.5, 9)], 1, 9)

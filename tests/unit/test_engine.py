@@ -38,6 +38,7 @@ class FakeDraft:
 
 
 SCRIPTED = SimpleNamespace(
+    config=None,
     name="scripted",
     vocab_size=300,
     max_position_embeddings=512,

@@ -38,8 +38,15 @@ class ScriptedStep:
         self._records: dict[int, StepRecord] = {}
         self._at, self._done = 0, Done.NO
 
-    def begin(self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn | None) -> int:
+    def begin(
+        self,
+        prompt_ids: Sequence[int],
+        params: DecodeParams,
+        go_on: GoOn | None,
+        schedule: Sequence[int],
+    ) -> int:
         self.log.append("begin")
+        self.schedule = list(schedule)
         if go_on is not None and not go_on():
             raise ReadingStopped
         assert not self._pending, "a step of the request before is still under way"

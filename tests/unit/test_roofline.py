@@ -8,9 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 from dspark.bench.roofline import roofline
-from dspark.bench.step_options import accept_schedule
 from dspark.bench.targets import dense_target, read_target
 from dspark.cli import app
+from dspark.decoding import accept_schedule
 from dspark.errors import ConfigError, TargetError
 from dspark.target.config import LingConfig
 from dspark.target.sizes import Routing, step_bytes

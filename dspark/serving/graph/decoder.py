@@ -24,11 +24,14 @@ _NAP_S = 20e-6
 class GraphDecoder:
     """Batch-1 decoding; one `stream` at a time.
 
-    ``patience_s``: how long a result may take before the device counts as stuck.
+    ``patience_s``: how long a result may take before the device counts as stuck. ``schedule``:
+    accepted proposals of a request's steps in turn, where acceptance is simulated.
     """
 
-    def __init__(self, step: GraphStep, patience_s: float = 30.0) -> None:
-        self.step, self.patience_s = step, patience_s
+    def __init__(
+        self, step: GraphStep, patience_s: float = 30.0, schedule: Sequence[int] = ()
+    ) -> None:
+        self.step, self.patience_s, self.schedule = step, patience_s, schedule
 
     def stream(
         self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn | None = None
@@ -55,7 +58,7 @@ class GraphDecoder:
             torch.cuda.set_device(step.device)
         begun = time.perf_counter()
         try:
-            first = step.begin(prompt_ids, params, go_on)
+            first = step.begin(prompt_ids, params, go_on, self.schedule)
         except ReadingStopped:
             return
         left = min(params.max_new_tokens, step.context - len(prompt_ids)) - 1

@@ -163,9 +163,13 @@ class GraphStep:
 
     @torch.no_grad()
     def begin(
-        self, prompt_ids: Sequence[int], params: DecodeParams, go_on: GoOn | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: DecodeParams,
+        go_on: GoOn | None = None,
+        schedule: Sequence[int] = (),
     ) -> int:
-        """Read the prompt; the first token, which is the first anchor.
+        """Read the prompt; the first token, which is the first anchor. ``schedule``: `set_state`'s.
 
         Raises:
             ReadingStopped: as `Target.read` does.
@@ -206,7 +210,10 @@ class GraphStep:
         if isinstance(cache, LingCache):
             hand_over(cache, self.caches)
         left = min(params.max_new_tokens, self.context - len(prompt_ids)) - 1
-        self.set_state(cursor=cache.length, anchor=first, left=left, params=params, stops=stops)
+        self.set_state(
+            cursor=cache.length, anchor=first, left=left, params=params, stops=stops,
+            schedule=schedule,
+        )  # fmt: skip
         return first
 
     @torch.no_grad()

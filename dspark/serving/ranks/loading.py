@@ -22,6 +22,7 @@ from dspark.serving.ranks.seat import Seat
 from dspark.serving.settings import ServeSettings
 from dspark.target import LingTarget, ling_directory, load_ling, peek
 from dspark.target.config import LingConfig
+from dspark.target.drawn import Drawn
 from dspark.target.weights import read_tensor
 
 __all__ = ["lead", "load_rank"]
@@ -107,6 +108,11 @@ def _draft(
     weights = read_weights(Path(path).expanduser())
     draft = build_draft(shape, weights, where=path, device=loaded.device, dtype=loaded.dtype)
     if loaded.device.type != "cuda":
-        head = read_tensor(ling_directory(target), "lm_head.weight")
+        # drawn weights are the same in every rank's part
+        head = (
+            loaded.head_weight.repeat(loaded.model.ranks, 1)
+            if Drawn.of(config) is not None
+            else read_tensor(ling_directory(target), "lm_head.weight")
+        )
         draft.attach(loaded.embed_weight, head.to(loaded.device, loaded.dtype))
     return draft
