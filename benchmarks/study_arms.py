@@ -36,8 +36,6 @@ ARMS = {
     "chain-focal": "loss.accept_length_weight=1.0 loss.accept_length_form=chain"
     " loss.accept_length_focal=2.4",
     "sharp100": "loss.accept_length_weight=1.0 loss.accept_length_temperature=0.5",
-    "served100": "loss.accept_length_weight=1.0 loss.accept_length_temperature=0.3"
-    " loss.accept_length_temper_draft=true",
     "greedy200": "loss.accept_length_weight=2.0 loss.accept_length_temperature=0.1",
     # late, on the released draft; L_acc is divided by twice the slots here
     "tuned-stock": f"{TUNED} {STOCK}",
@@ -46,10 +44,6 @@ ARMS = {
     "tuned-acc1600": f"{TUNED} loss.accept_length_weight=16.0",
     "tuned-sharp400": f"{TUNED} loss.accept_length_weight=4.0 loss.accept_length_temperature=0.5",
     "tuned-greedy400": f"{TUNED} loss.accept_length_weight=4.0 loss.accept_length_temperature=0.1",
-    "tuned-served400": f"{TUNED} loss.accept_length_weight=4.0 loss.accept_length_temperature=0.3"
-    " loss.accept_length_temper_draft=true",
-    "tuned-served1600": f"{TUNED} loss.accept_length_weight=16.0"
-    " loss.accept_length_temperature=0.3 loss.accept_length_temper_draft=true",
     "tuned-exact400": f"{TUNED} loss.accept_length_weight=4.0 loss.accept_length_form=path_exact",
     "tuned-chain100": f"{TUNED} loss.accept_length_weight=1.0 loss.accept_length_form=chain",
     # other slot-wise losses

@@ -288,9 +288,6 @@ class LossSettings(_Settings):
     accept_length_temperature: Annotated[float, Field(ge=0.01, le=1.0)] = 1.0
     """Sharpen the target's distribution for L_acc only (for drafts served greedily); lower, its
     logits would overflow."""
-    accept_length_temper_draft: bool = False
-    """Sharpen the draft's for L_acc as well, as a server does at that temperature: the chances to
-    be accepted there, which near 0 ask for the target's first choice alone. Form: expected."""
     decay: Annotated[float, Field(gt=0.0)] = 4.0
     """Slot weight exp(-k / decay), k from 0."""
     slot_weights: Literal["exponential", "survival"] = "exponential"
@@ -329,21 +326,6 @@ class LossSettings(_Settings):
                 f"accept_length_temperature is {self.accept_length_temperature:g} but "
                 "accept_length_form is chain, which has no target distribution: set "
                 "accept_length_temperature=1, or another form"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _draft_is_tempered(self) -> Self:
-        if self.accept_length_temper_draft and self.accept_length_form != "expected":
-            raise ValueError(
-                "accept_length_temper_draft is true but accept_length_form is "
-                f"{self.accept_length_form}, which weighs the data's tokens: set "
-                "accept_length_temper_draft=false, or accept_length_form=expected"
-            )
-        if self.accept_length_temper_draft and self.accept_length_temperature == 1:
-            raise ValueError(
-                "accept_length_temper_draft is true but accept_length_temperature is 1, where "
-                "nothing is tempered: set accept_length_temperature below 1, or leave it out"
             )
         return self
 

@@ -49,7 +49,6 @@ class ObjectiveOptions:
     chunk_blocks: int = 64
     distance: str = "l1"
     accept_temperature: float = 1.0
-    temper_draft: bool = False
     repeats: int = 10
     seed: int = 0
 
@@ -65,8 +64,6 @@ class ObjectiveOptions:
             raise ConfigError(
                 f"accept temperature must lie in 0.01..1, got {self.accept_temperature}"
             )
-        if self.temper_draft and self.accept_temperature == 1:
-            raise ConfigError("temper draft asks for an accept temperature below 1, got 1")
 
 
 class ObjectiveBench:
@@ -78,7 +75,6 @@ class ObjectiveBench:
             chunk_blocks=options.chunk_blocks,
             distance=options.distance,  # type: ignore[arg-type]
             accept_length_temperature=options.accept_temperature,
-            accept_length_temper_draft=options.temper_draft,
         )
         generator = torch.Generator(device).manual_seed(options.seed)
 
@@ -255,7 +251,6 @@ def measure(options: ObjectiveOptions) -> dict[str, Any]:
         "chunk_blocks": options.chunk_blocks,
         "distance": options.distance,
         "accept_temperature": options.accept_temperature,
-        "temper_draft": options.temper_draft,
         "forms": found,
         "environment": environment(),
     }

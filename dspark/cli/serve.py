@@ -258,7 +258,6 @@ def _bench_objective(
     accept_temperature: Annotated[
         float, typer.Option(help="As loss.accept_length_temperature.")
     ] = 1.0,
-    temper_draft: Annotated[bool, typer.Option(help="As loss.accept_length_temper_draft.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Measured, behind one of warm-up.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the synthetic inputs.")] = 0,
     as_json: Json = False,
@@ -278,7 +277,6 @@ def _bench_objective(
         chunk_blocks=chunk_blocks,
         distance=distance,
         accept_temperature=accept_temperature,
-        temper_draft=temper_draft,
         repeats=repeats,
         seed=seed,
     )

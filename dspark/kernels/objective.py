@@ -1,6 +1,6 @@
 """What the draft's objective needs of two rows of logits, and its gradient by one of them.
 
-`slot_sums` reads the logits of a slot twice, once for the logarithms of the softmaxes' sums
+`slot_sums` reads the logits of a slot twice, once for the logarithms of the three softmaxes' sums
 and once for the distances and for what the softmax's derivative needs beside them:
 
     a = sum_v q(v) · sign(q(v) - p(v))
@@ -10,9 +10,6 @@ so that `to_gradient_`, once the slots' coefficients c are known, writes in plac
     d/dZ = q · (c_ce + c_kl + c_l1 · (sign(q - p) - a) + c_s · (sign(q - s) - a_s))
            - c_kl · p - c_ce · onehot
 
-(with the draft tempered too, r · c_s · (sign(r - s) - a_s) / temperature takes the place of c_s's
-term, and a_s is of r)
-
 reading each logit once more. Nothing of the vocabulary's size exists beside the logits. Signs are
 those of the logarithms, the same in both kernels. A row that is not live is not read: its sums
 and its gradient are 0. Parts of a row have fixed edges and are summed in a fixed order, so a row's
@@ -20,8 +17,8 @@ figures never depend on its neighbours.
 
 Here kernels of a library stand before and behind, and launches do not overlap (no PDL).
 
-Symbols: M rows (slots), V vocabulary; Z, P logits of draft and target; q, p the softmaxes of Z and
-P; r, s those of Z and P over the accept temperature.
+Symbols: M rows (slots), V vocabulary; Z, P logits of draft and target; q, p, s the softmaxes of Z,
+P and P / accept temperature.
 """
 
 import torch
@@ -31,16 +28,12 @@ from torch import Tensor
 
 from dspark.kernels.launch import check_shapes
 
-__all__ = ["SPLITS", "SUMS", "TOPS", "slot_sums", "to_gradient_"]
+__all__ = ["SPLITS", "SUMS", "slot_sums", "to_gradient_"]
 
-SUMS = 13
+SUMS = 12
 """Figures of a row: ce, l1, accept_l1, kl; a and a_s; the largest of Z and of P; the logarithms of
 the three sums behind it, since two subtractions keep the digits that one of a large sum loses
-(the first, -log of the largest q, is `SlotDistances.peak` too); target_ce; the fourth logarithm,
-of r's sum."""
-
-TOPS = 6
-"""Figures of a part of a row that `slot_sums` keeps in between."""
+(the first, -log of the largest q, is `SlotDistances.peak` too); target_ce."""
 
 SPLITS = 8
 """Most parts of a row, each a program's, so that few rows fill a GPU too."""
@@ -62,7 +55,7 @@ def _sign(one, other):
 @triton.jit
 def _tops(
     draft, target, live, tops, rows, V, part, by_temperature,
-    SHARP: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,
+    SHARP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, split = tl.program_id(0), tl.program_id(1)
     if tl.load(live + row) == 0:
@@ -75,47 +68,41 @@ def _tops(
     total_q = tl.zeros([BLOCK], tl.float32)
     total_p = tl.zeros([BLOCK], tl.float32)
     total_s = tl.zeros([BLOCK], tl.float32)
-    total_r = tl.zeros([BLOCK], tl.float32)
     for first in range(split * part, tl.minimum(split * part + part, V), BLOCK):
         inside = first + lane < V
         place = start + first + lane
         z = tl.load(draft + place, mask=inside, other=-float("inf")).to(tl.float32)
         t = tl.load(target + place, mask=inside, other=-float("inf")).to(tl.float32)
         total_q = _online(z, most_q, total_q, 1.0)
-        if BOTH:
-            total_r = _online(z, most_q, total_r, by_temperature)
         most_q = tl.maximum(most_q, z)
         total_p = _online(t, most_p, total_p, 1.0)
         if SHARP:
             total_s = _online(t, most_p, total_s, by_temperature)
         most_p = tl.maximum(most_p, t)
     top_q, top_p = tl.max(most_q, 0), tl.max(most_p, 0)
-    out = tops + split * 6 * rows + row
+    out = tops + split * 5 * rows + row
     tl.store(out, top_q)
     tl.store(out + rows, top_p)
     tl.store(out + 2 * rows, tl.sum(total_q * tl.exp(most_q - top_q), 0))
     tl.store(out + 3 * rows, tl.sum(total_p * tl.exp(most_p - top_p), 0))
     if SHARP:
         tl.store(out + 4 * rows, tl.sum(total_s * tl.exp((most_p - top_p) * by_temperature), 0))
-    if BOTH:
-        tl.store(out + 5 * rows, tl.sum(total_r * tl.exp((most_q - top_q) * by_temperature), 0))
 
 
 @triton.jit
 def _distances(
     draft, target, labels, live, tops, parts, out, rows, V, part, by_temperature,
-    SHARP: tl.constexpr, BOTH: tl.constexpr, KL: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHARP: tl.constexpr, KL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, split = tl.program_id(0), tl.program_id(1)
-    mine = parts + split * 6 * rows + row
+    mine = parts + split * 5 * rows + row
     if tl.load(live + row) == 0:
         for name in tl.static_range(5):
             tl.store(mine + name * rows, 0.0)
-        for name in tl.static_range(13):
+        for name in tl.static_range(12):
             tl.store(out + name * rows + row, 0.0)
         return
-    each = tops + tl.arange(0, SPLITS) * 6 * rows + row
+    each = tops + tl.arange(0, SPLITS) * 5 * rows + row
     most_q, most_p = tl.load(each), tl.load(each + rows)
     top_q, top_p = tl.max(most_q, 0), tl.max(most_p, 0)
     log_q = tl.log(tl.sum(tl.load(each + 2 * rows) * tl.exp(most_q - top_q), 0))
@@ -124,10 +111,6 @@ def _distances(
     if SHARP:
         total_s = tl.load(each + 4 * rows) * tl.exp((most_p - top_p) * by_temperature)
         log_s = tl.log(tl.sum(total_s, 0))
-    log_r = log_q
-    if BOTH:
-        total_r = tl.load(each + 5 * rows) * tl.exp((most_q - top_q) * by_temperature)
-        log_r = tl.log(tl.sum(total_r, 0))
 
     start = row.to(tl.int64) * V
     lane = tl.arange(0, BLOCK)
@@ -141,10 +124,7 @@ def _distances(
         place = start + first + lane
         z = tl.load(draft + place, mask=inside, other=-float("inf")).to(tl.float32)
         t = tl.load(target + place, mask=inside, other=-float("inf")).to(tl.float32)
-        z = z - top_q
-        if BOTH:
-            tempered = z * by_temperature - log_r
-        z = z - log_q
+        z = z - top_q - log_q
         t = t - top_p
         q = tl.exp(z)
         p = tl.exp(t - log_p)
@@ -152,13 +132,8 @@ def _distances(
         signed += q * _sign(z, t - log_p)
         if SHARP:
             sharp = t * by_temperature - log_s
-            if BOTH:
-                r = tl.exp(tempered)
-                l1_s += tl.abs(r - tl.exp(sharp))
-                signed_s += r * _sign(tempered, sharp)
-            else:
-                l1_s += tl.abs(q - tl.exp(sharp))
-                signed_s += q * _sign(z, sharp)
+            l1_s += tl.abs(q - tl.exp(sharp))
+            signed_s += q * _sign(z, sharp)
         if KL:
             kl += tl.where(p > 0, p * (t - log_p - z), 0.0)
     total, inner = tl.sum(l1, 0), tl.sum(signed, 0)
@@ -178,13 +153,12 @@ def _distances(
         tl.store(out + 9 * rows + row, log_p)
         tl.store(out + 10 * rows + row, log_s)
         tl.store(out + 11 * rows + row, log_s - (target_label - top_p) * by_temperature)
-        tl.store(out + 12 * rows + row, log_r)
 
 
 @triton.jit
 def _to_gradient(
     draft, target, labels, live, sums, by, rows, V, by_temperature,
-    SHARP: tl.constexpr, BOTH: tl.constexpr, KL: tl.constexpr, BLOCK: tl.constexpr,
+    SHARP: tl.constexpr, KL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -201,26 +175,17 @@ def _to_gradient(
     log_p = tl.load(sums + 9 * rows + row)
     z = tl.load(draft + place, mask=inside, other=0.0).to(tl.float32)
     t = tl.load(target + place, mask=inside, other=0.0).to(tl.float32)
-    z = z - tl.load(sums + 6 * rows + row)
-    if BOTH:
-        tempered = z * by_temperature - tl.load(sums + 12 * rows + row)
-    z = z - tl.load(sums + 8 * rows + row)
+    z = z - tl.load(sums + 6 * rows + row) - tl.load(sums + 8 * rows + row)
     t = t - tl.load(sums + 7 * rows + row)
     factor = by_ce + by_l1 * (_sign(z, t - log_p) - tl.load(sums + 4 * rows + row))
     if SHARP:
         sharp = t * by_temperature - tl.load(sums + 10 * rows + row)
-        inner = tl.load(sums + 5 * rows + row)
-        if BOTH:
-            of_draft = by_s * by_temperature * (_sign(tempered, sharp) - inner)
-        else:
-            factor += by_s * (_sign(z, sharp) - inner)
+        factor += by_s * (_sign(z, sharp) - tl.load(sums + 5 * rows + row))
     if KL:
         by_kl = tl.load(by + 3 * rows + row)
         gradient = tl.exp(z) * (factor + by_kl) - by_kl * tl.exp(t - log_p)
     else:
         gradient = tl.exp(z) * factor
-    if BOTH:
-        gradient += tl.exp(tempered) * of_draft
     gradient -= tl.where(lane == tl.load(labels + row), by_ce, 0.0)
     tl.store(draft + place, gradient.to(draft.dtype.element_ty), mask=inside)
 
@@ -230,12 +195,11 @@ def slot_sums(
     target_logits: Tensor,  # [M, V]
     labels: Tensor,  # [M] int64
     live: Tensor,  # [M] bool
-    scratch: Tensor,  # [2, SPLITS, TOPS, M] float32
+    scratch: Tensor,  # [2, SPLITS, 5, M] float32
     out: Tensor,  # [SUMS, M] float32, written
     *,
     accept_temperature: float,
     with_kl: bool,
-    temper_draft: bool = False,
     block: int = 1024,
     warps: int = 8,
 ) -> None:
@@ -245,24 +209,23 @@ def slot_sums(
         ValueError: a shape does not fit.
     """
     rows, vocabulary = _checked("slot_sums", draft_logits, target_logits, labels, live)
-    check_shapes("slot_sums", scratch=(scratch, (2, SPLITS, TOPS, rows)), out=(out, (SUMS, rows)))
+    check_shapes("slot_sums", scratch=(scratch, (2, SPLITS, 5, rows)), out=(out, (SUMS, rows)))
     if rows == 0:
         return
     tops, parts = scratch.unbind()
     splits = min(SPLITS, triton.next_power_of_2(triton.cdiv(vocabulary, block)))
     part = triton.cdiv(triton.cdiv(vocabulary, splits), block) * block
     live, sharp = live.view(torch.uint8), accept_temperature != 1
-    both = sharp and temper_draft
     _tops[(rows, splits)](
         draft_logits, target_logits, live, tops, rows, vocabulary, part, 1 / accept_temperature,
-        SHARP=sharp, BOTH=both, BLOCK=block, num_warps=warps,
+        SHARP=sharp, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     _distances[(rows, splits)](
         draft_logits, target_logits, labels, live, tops, parts, out, rows, vocabulary, part,
-        1 / accept_temperature, SHARP=sharp, BOTH=both, KL=with_kl, SPLITS=splits, BLOCK=block,
+        1 / accept_temperature, SHARP=sharp, KL=with_kl, SPLITS=splits, BLOCK=block,
         num_warps=warps,
     )  # fmt: skip
-    torch.sum(parts[:splits, :5], 0, out=out[1:6])
+    torch.sum(parts[:splits], 0, out=out[1:6])
 
 
 def to_gradient_(
@@ -275,7 +238,6 @@ def to_gradient_(
     *,
     accept_temperature: float,
     with_kl: bool,
-    temper_draft: bool = False,
     block: int = 1024,
     warps: int = 4,
 ) -> None:
@@ -288,10 +250,9 @@ def to_gradient_(
     check_shapes("to_gradient_", sums=(sums, (SUMS, rows)), coefficients=(coefficients, (4, rows)))
     if rows == 0:
         return
-    sharp = accept_temperature != 1
     _to_gradient[(rows, triton.cdiv(vocabulary, block))](
         draft_logits, target_logits, labels, live.view(torch.uint8), sums, coefficients, rows,
-        vocabulary, 1 / accept_temperature, SHARP=sharp, BOTH=sharp and temper_draft, KL=with_kl,
+        vocabulary, 1 / accept_temperature, SHARP=accept_temperature != 1, KL=with_kl,
         BLOCK=block, num_warps=warps,
     )  # fmt: skip
 

@@ -57,7 +57,6 @@ def objective_chunked(
             target_logits,
             labels,
             accept_temperature=settings.accept_length_temperature,
-            temper_draft=settings.accept_length_temper_draft,
             with_kl=settings.distance == "lk_hybrid",
             with_labels=needs_labels(settings),
         )

@@ -5,12 +5,10 @@ gradient g of each distance, by row:
 
     d/dZ = g_ce·(q - onehot) + g_kl·(q - p) + 2·g_l1·q·(u - <q, u>)
 
-Where the draft is tempered for L_acc, the last term is that of softmax(Z / t), over t. Forward
-keeps q, min(p, q) - q, for the KL p and for a tempered draft its softmax; every other pass over the
-vocabulary is in place, because on a CPU the passes are cheap and fresh memory is not. Against
-autograd through the softmax it takes a third off the time of a chunk with its head products and
-more than half off its memory (64 blocks of 8 slots, V = 49152, D = 576, one core), and its rounding
-errors are no larger.
+Forward keeps q, min(p, q) - q and, for the KL, p; every other pass over the vocabulary is in place,
+because on a CPU the passes are cheap and fresh memory is not. Against autograd through the softmax
+it takes a third off the time of a chunk with its head products and more than half off its memory
+(64 blocks of 8 slots, V = 49152, D = 576, one core), and its rounding errors are no larger.
 """
 
 from typing import Any
@@ -33,11 +31,10 @@ def slot_distances(
     accept_temperature: float,
     with_kl: bool,
     with_labels: bool = False,
-    temper_draft: bool = False,
 ) -> SlotDistances:
     """As `eager.slot_distances`, differentiable once and with one backward pass."""
     ce, l1, accept_l1, kl, *of_labels = _Distances.apply(  # type: ignore[no-untyped-call]
-        draft_logits, target_logits, labels, accept_temperature, with_kl, with_labels, temper_draft
+        draft_logits, target_logits, labels, accept_temperature, with_kl, with_labels
     )
     return SlotDistances(ce, l1, l1 if accept_l1 is None else accept_l1, kl, *of_labels)
 
@@ -52,7 +49,6 @@ class _Distances(Function):
         accept_temperature: float,
         with_kl: bool,
         with_labels: bool,
-        temper_draft: bool,
     ) -> tuple[Tensor | None, ...]:
         def of_labels(log_probabilities: Tensor) -> Tensor:
             return -log_probabilities.gather(-1, labels[..., None])[..., 0]
@@ -69,17 +65,13 @@ class _Distances(Function):
             kl = (log_p - log_q).mul_(p).sum(-1)
         q = log_q.exp_()
         gaps = [_minimum_less_q(log_p.exp_(), q)]
-        served = None
         if accept_temperature != 1:
             log_p = torch.log_softmax(target_logits.to(dtype) / accept_temperature, -1)
             target_ce = of_labels(log_p) if with_labels else None
-            if temper_draft:
-                served = torch.softmax(draft_logits.to(dtype) / accept_temperature, -1)
-            gaps.append(_minimum_less_q(log_p.exp_(), q if served is None else served))
+            gaps.append(_minimum_less_q(log_p.exp_(), q))
         # summed with `sum`: a CPU's vector_norm loses three digits over a large vocabulary
         l1, *accept_l1 = (-2 * gap.sum(-1) for gap in gaps)
-        ctx.save_for_backward(labels, q, p, served, *gaps)
-        ctx.accept_temperature = accept_temperature
+        ctx.save_for_backward(labels, q, p, *gaps)
         ctx.logits_dtype = draft_logits.dtype
         ctx.set_materialize_grads(False)
         if peak is not None:
@@ -89,7 +81,7 @@ class _Distances(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        labels, q, p, served, *gaps = ctx.saved_tensors
+        labels, q, p, *gaps = ctx.saved_tensors
         by_ce, by_l1, by_accept_l1, by_kl, *_ = gradients
         # The saved tensors are used up; autograd's version check refuses a second backward pass.
         factor, total = torch.zeros_like(q[..., :1]), None
@@ -98,25 +90,18 @@ class _Distances(Function):
         if by_kl is not None:
             factor += by_kl[..., None]
             total = p.mul_(-by_kl[..., None])
-        for gap, of_gap, by_gap in zip(gaps, (None, served), (by_l1, by_accept_l1), strict=False):
+        for gap, by_gap in zip(gaps, (by_l1, by_accept_l1), strict=False):
             if by_gap is None:
                 continue
-            by_sign = 2 * by_gap[..., None]
-            signed = gap.sign_().mul_(q if of_gap is None else of_gap)  # -q·u
-            if of_gap is None:
-                factor += by_sign * signed.sum(-1, keepdim=True)
-                signed.mul_(-by_sign)
-            else:
-                by_sign /= ctx.accept_temperature
-                signed = of_gap.mul_(by_sign * signed.sum(-1, keepdim=True)).sub_(
-                    signed.mul_(by_sign)
-                )
+            signed = gap.sign_().mul_(q)  # -q·u
+            factor += 2 * by_gap[..., None] * signed.sum(-1, keepdim=True)
+            signed.mul_(-2 * by_gap[..., None])
             total = signed if total is None else total.add_(signed)
         q.mul_(factor)
         total = q if total is None else total.add_(q)
         if by_ce is not None:
             total.scatter_add_(-1, labels[..., None], -by_ce[..., None])
-        return total.to(ctx.logits_dtype), *(None,) * 6
+        return total.to(ctx.logits_dtype), None, None, None, None, None
 
 
 def _minimum_less_q(p: Tensor, q: Tensor) -> Tensor:

@@ -34,20 +34,18 @@ def objective(
         confidence    = sum w · BCEWithLogits(s, sg[alpha])
         accept_length = sum sg[reach · continuation] · (1 - alpha*)
 
-    alpha* is alpha with softmax(P / accept_length_temperature) for p and, with
-    ``accept_length_temper_draft``, softmax(Z / accept_length_temperature) for q; `accept_length`
-    has the other forms of this term. ``accept_length_focal`` adds to it, so weighted,
-    -log q(label) of the first slot of each block whose label is not the most likely token.
-    ``slot_weights: survival`` replaces w in the first three by `survival_weights`; ``distance``
-    replaces ||q - p||_1 in ``l1`` by 2·(blend·KL(p||q) + (1 - blend)·TV), blend =
-    exp(-3·sg[alpha]), or by -2·log(alpha). All softmaxes and sums are float32 at least.
+    alpha* is alpha with softmax(P / accept_length_temperature) for p; `accept_length` has the other
+    forms of this term. ``accept_length_focal`` adds to it, so weighted, -log q(label) of the first
+    slot of each block whose label is not the most likely token. ``slot_weights: survival``
+    replaces w in the first three by `survival_weights`; ``distance`` replaces ||q - p||_1 in
+    ``l1`` by 2·(blend·KL(p||q) + (1 - blend)·TV), blend = exp(-3·sg[alpha]), or by
+    -2·log(alpha). All softmaxes and sums are float32 at least.
     """
     distances = slot_distances(
         draft_logits,
         target_logits.detach(),
         labels,
         accept_temperature=settings.accept_length_temperature,
-        temper_draft=settings.accept_length_temper_draft,
         with_kl=settings.distance == "lk_hybrid",
         with_labels=needs_labels(settings),
     )
@@ -62,7 +60,6 @@ def slot_distances(
     accept_temperature: float,
     with_kl: bool,
     with_labels: bool = False,
-    temper_draft: bool = False,
 ) -> SlotDistances:
     """What differs between q and p in each slot, by autograd through the softmax."""
     dtype = torch.promote_types(draft_logits.dtype, torch.float32)
@@ -70,14 +67,11 @@ def slot_distances(
     log_p = torch.log_softmax(target_logits, -1, dtype=dtype)
     q, p = log_q.exp(), log_p.exp()
     log_sharp = torch.log_softmax(target_logits.to(dtype) / accept_temperature, -1)
-    served = q
-    if temper_draft:
-        served = torch.softmax(draft_logits.to(dtype) / accept_temperature, -1)
     place = labels[..., None]
     return SlotDistances(
         ce=-log_q.gather(-1, place)[..., 0],
         l1=(q - p).abs().sum(-1),
-        accept_l1=(served - log_sharp.exp()).abs().sum(-1),
+        accept_l1=(q - log_sharp.exp()).abs().sum(-1),
         kl=(p * (log_p - log_q)).sum(-1) if with_kl else None,
         target_ce=-log_sharp.gather(-1, place)[..., 0] if with_labels else None,
         peak=-log_q.detach().amax(-1) if with_labels else None,

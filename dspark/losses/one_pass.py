@@ -175,7 +175,7 @@ class _Work:
 
     def chunk(self, blocks: slice) -> None:
         """Add the blocks' loss, distances and gradients; their logits end here."""
-        from dspark.kernels.objective import SPLITS, SUMS, TOPS, slot_sums, to_gradient_
+        from dspark.kernels.objective import SPLITS, SUMS, slot_sums, to_gradient_
         from dspark.kernels.slot_weights import slot_weights
 
         task, settings = self.task, self.task.settings
@@ -187,11 +187,10 @@ class _Work:
         labels, live = task.labels[blocks].reshape(-1), mask.reshape(-1)
         sums = hidden.new_empty((SUMS, len(hidden)), dtype=torch.float32)
         coefficients = hidden.new_empty((4, len(hidden)), dtype=torch.float32)
-        scratch = hidden.new_empty((2, SPLITS, TOPS, len(hidden)), dtype=torch.float32)
+        scratch = hidden.new_empty((2, SPLITS, 5, len(hidden)), dtype=torch.float32)
         survival = settings.slot_weights == "survival"
         how: dict[str, Any] = {
             "accept_temperature": settings.accept_length_temperature,
-            "temper_draft": settings.accept_length_temper_draft,
             "with_kl": settings.distance == "lk_hybrid",
         }
         with torch.autocast(hidden.device.type, enabled=False):

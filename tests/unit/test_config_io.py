@@ -85,12 +85,6 @@ def test_flag_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
             "loss={accept_length_form: chain, accept_length_temperature: 0.5}",
             ["accept_length_temperature is 0.5", "form is chain", "temperature=1"],
         ),
-        (
-            "loss={accept_length_temper_draft: true, accept_length_temperature: 0.3, "
-            "accept_length_form: path}",
-            ["accept_length_temper_draft is true", "form is path", "form=expected"],
-        ),
-        ("loss.accept_length_temper_draft=true", ["temperature is 1,", "temperature below 1"]),
         ("loss.accept_length_temperature=1e-300", ["equal to 0.01", "got 1e-300"]),
         ("eval.temperature=1e-300", ["eval.temperature", "from 0.01 to 2", "got 1e-300"]),
         (

@@ -17,7 +17,6 @@ HIDDEN, VOCABULARY = 16, 53
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"accept_length_temperature": 0.6},
-    {"accept_length_temperature": 0.4, "accept_length_temper_draft": True},
     {"slot_weights": "survival", "survival_smoothing": 0.3},
     {"distance": "lk_hybrid"},
     {"distance": "lk_hybrid", "accept_length_temperature": 0.6, "slot_weights": "survival"},

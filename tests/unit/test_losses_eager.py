@@ -16,7 +16,6 @@ from dspark.losses.slots import overlap
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"accept_length_temperature": 0.6},
-    {"accept_length_temperature": 0.4, "accept_length_temper_draft": True},
     {"slot_weights": "survival"},
     {"slot_weights": "survival", "survival_smoothing": 0.0, "distance": "nla"},
     {"distance": "lk_hybrid"},
@@ -71,10 +70,7 @@ def by_hand(
             heat = settings.accept_length_temperature
             sharp = softmax([value / heat for value in target[block, k].tolist()])
             alpha.append(sum(map(min, p, q)))
-            served = q
-            if settings.accept_length_temper_draft:
-                served = softmax([value / heat for value in draft[block, k].tolist()])
-            sharp_alpha.append(sum(map(min, sharp, served)))
+            sharp_alpha.append(sum(map(min, sharp, q)))
             label = int(labels[block, k])
             entropy.append(-math.log(q[label]))
             ratio.append(min(1.0, q[label] / sharp[label]))
@@ -149,9 +145,9 @@ def test_l1_is_the_full_l1_and_not_the_total_variation() -> None:
     assert sums.ce.item() == pytest.approx(math.log(2), abs=1e-6)
 
 
-@pytest.mark.parametrize(("temperature", "of_draft"), [(1.0, 1.0), (0.5, 1.0), (0.3, 0.3)])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_accept_length_gradient_is_that_of_minus_the_expected_accepted_drafts(
-    temperature: float, of_draft: float
+    temperature: float,
 ) -> None:
     draft, target, labels, mask, _ = draw(3, blocks=10, dtype=torch.float64)
     draft.requires_grad_()
@@ -161,11 +157,10 @@ def test_accept_length_gradient_is_that_of_minus_the_expected_accepted_drafts(
         confidence_weight=0,
         accept_length_weight=1,
         accept_length_temperature=temperature,
-        accept_length_temper_draft=of_draft != 1,
     )
     sums = objective(draft, target, labels, mask, None, settings)
     (actual,) = torch.autograd.grad(sums.loss(denominators(mask, settings), settings, 1.0), draft)
-    gap = (draft / of_draft).softmax(-1) - (target / temperature).softmax(-1)
+    gap = draft.softmax(-1) - (target / temperature).softmax(-1)
     accepted = expected_accepted(overlap(gap.abs().sum(-1)), mask)
     valid = mask.any(-1)
     (expected,) = torch.autograd.grad(-accepted[valid].mean() / mask.shape[-1], draft)
