@@ -9,18 +9,15 @@ a row, the servers' logs, report.json and table.md, which is printed behind ever
 """
 
 import argparse
-import json
-import os
 import shlex
-import signal
-import subprocess
+import shutil
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from ending import run
+from servers import figures, serving
 from tp4_report import report, table
 
 from dspark.decoding.proposer import MAX_PROPOSALS
@@ -42,24 +39,12 @@ class Bench:
     def passed_s(self) -> float:
         return time.monotonic() - self.begun
 
-    def dspark(self, *words: object) -> list[str]:
-        return [sys.executable, "-m", "dspark", *map(str, words)]
-
-    def call(self, name: str | None, *words: object) -> dict[str, Any] | None:
-        """Run to the end; with a ``name`` its last line is JSON, which is kept under it."""
-        command = self.dspark(*words, *(["--json"] if name else []))
+    def call(self, name: str | None, *words: object) -> dict[str, Any]:
+        """Run to the end; with a ``name`` its figures are kept under it."""
         if self.args.dry_run:
-            print(shlex.join(["dspark", *command[3:]]))
-            return None
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise RunError(f"dspark {words[0]} ended with exit code {done.returncode}: {last}")
-        if name is None:
-            return None
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        write_json(self.out / f"{name}.json", found)
-        return found
+            print(shlex.join(["dspark", *map(str, words), *(["--json"] if name else [])]))
+            return {}
+        return figures(self.out / f"{name}.json" if name else None, *words)
 
     def alone(self) -> None:
         """A rank without the others, and the exchange without a rank; both need GPUs."""
@@ -68,7 +53,7 @@ class Bench:
             "step", "bench", "step", "--target", target, "--tp", ranks, "--steps", 500,
             "--routing", f"experts:{self.args.experts}", "--simulate-accept-length", 6.6,
         )  # fmt: skip
-        self.pool = (found or {}).get("expert_pool")
+        self.pool = found.get("expert_pool")
         self.call("collectives", "bench", "collectives", "--tp", ranks)
 
     def make(self) -> None:
@@ -79,15 +64,17 @@ class Bench:
         wanted = {"target": ["--without-weights", *pool]}
         wanted |= {f"block{block}": ["--draft-block", block] for block in sorted(blocks)}
         for name, options in wanted.items():
-            if not (self.out / name / "config.json").is_file():
-                self.call(None, *made, "--out", self.out / name, *options)
+            if not self.args.dry_run:
+                # of another run, whose config was another one
+                shutil.rmtree(self.out / name, ignore_errors=True)
+            self.call(None, *made, "--out", self.out / name, *options)
 
     def row(self, number: int, draft: str, accept_length: float) -> None:
         """A server, and its figures."""
         args, name = self.args, f"row-{number}"
         serve: list[object] = [
-            "serve", "--target", self.out / "target", "--tp", args.ranks, "--port", args.port,
-            "--device", args.device, "--context", args.input + args.output + 64,
+            "--target", self.out / "target", "--tp", args.ranks, "--device", args.device,
+            "--context", args.input + args.output + 64,
         ]  # fmt: skip
         if draft.startswith("block"):
             proposals = min(int(draft.removeprefix("block")), MAX_PROPOSALS)
@@ -99,48 +86,18 @@ class Bench:
         asked: list[object] = [
             "bench", "serving", "--address", f"http://127.0.0.1:{args.port}",
             "--workload", "random", "--random-input-len", args.input,
-            "--random-output-len", args.output, "--random-range-ratio", 1, "--prompts", args.prompts,
+            "--random-output-len", args.output, "--random-range-ratio", 1,
+            "--prompts", args.prompts,
             "--limit", args.plain_requests if draft == "none" else args.requests,
         ]  # fmt: skip
         if args.dry_run:
-            print(shlex.join(["dspark", *map(str, serve)]))
+            print(shlex.join(["dspark", "serve", "--port", *map(str, [args.port, *serve])]))
             self.call(name, *asked)
             return
-        with (self.out / f"{name}.log").open("w") as log:
-            server = subprocess.Popen(
-                self.dspark(*serve), stdout=log, stderr=log, start_new_session=True
-            )
-            try:
-                self._wait(server, name)
-                found = self.call(name, *asked)
-            finally:
-                _end(server)
-        assert found is not None
+        with serving(self.out / f"{name}.log", args.port, args.start_s, *serve):
+            found = self.call(name, *asked)
         found |= {"draft": draft, "asked_accept_length": accept_length}
         write_json(self.out / f"{name}.json", found)
-
-    def _wait(self, server: "subprocess.Popen[bytes]", name: str) -> None:
-        address = f"http://127.0.0.1:{self.args.port}/health"
-        end = time.monotonic() + self.args.start_s
-        while time.monotonic() < end:
-            if server.poll() is not None:
-                said = (self.out / f"{name}.log").read_text(errors="replace").strip().splitlines()
-                raise RunError(f"{name}: the server did not start: {(said or ['no word'])[-1]}")
-            try:
-                with urllib.request.urlopen(address, timeout=5):
-                    return
-            except OSError:
-                time.sleep(0.5)
-        raise RunError(f"{name}: no server after {self.args.start_s} s; {name}.log may say why")
-
-
-def _end(server: "subprocess.Popen[bytes]") -> None:
-    server.terminate()
-    try:
-        server.wait(20)
-    except subprocess.TimeoutExpired:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
 def _row(text: str) -> tuple[str, float]:

@@ -34,6 +34,9 @@ def _export(
     dtype: Annotated[
         str | None, typer.Option(help="auto, bfloat16 or float32; none: as it was trained for.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="Of the target: auto, cpu, cuda, or cuda:0+cuda:1 for its layers.")
+    ] = "auto",
     weights: Annotated[
         Literal["best", "raw", "ema"],
         typer.Option(
@@ -84,7 +87,11 @@ def _export(
 
     dtype = target_dtype(run) if dtype is None else dtype
     config = read_config(
-        None, None, override("target.path", target), override("target.dtype", dtype)
+        None,
+        None,
+        override("target.path", target),
+        override("target.dtype", dtype),
+        override("target.device", device),
     )
     tokenizer = load_tokenizer(config.target)
     loaded = load(config.target)

@@ -29,7 +29,7 @@ from dspark.draft import DSparkDraftModel
 from dspark.errors import CheckpointError, DSparkError, RunError
 from dspark.export.load import load_draft
 from dspark.progress import quiet_transformers, track
-from dspark.target import Target
+from dspark.target import LingTarget, Target
 
 __all__ = [
     "AVERAGE_PROBE_NAME",
@@ -162,7 +162,10 @@ def check_in_clean_process(directory: Path, target: Target) -> dict[str, Any]:
         RunError: the process died.
     """
     command = [sys.executable, "-m", "dspark.export.check", str(directory), "--json"]
-    command += ["--target", target.name, "--device", str(target.device)]
+    devices = [target.device]
+    if isinstance(target, LingTarget) and target.model.placement:
+        devices = list(dict.fromkeys(target.model.placement))
+    command += ["--target", target.name, "--device", "+".join(map(str, devices))]
     command += ["--dtype", str(target.dtype).removeprefix("torch.")]
     if target.revision:
         command += ["--revision", target.revision]
