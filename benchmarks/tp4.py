@@ -1,6 +1,7 @@
 """The published table on the GPUs of one host: Ling-3.0-flash's shapes, 8192 in and 1024 out.
 
     PYTHONPATH=. python benchmarks/tp4.py                # 4 GPUs; --ranks 2: two of them
+    PYTHONPATH=. python benchmarks/tp4.py --ranks 1 --config configs/targets/ling-3.0-tiny.json
     PYTHONPATH=. python benchmarks/tp4.py --dry-run      # the commands, and nothing else
 
 One stream. Times are real; weights are DRAWN on every GPU (no file) and acceptance is SIMULATED.
@@ -47,14 +48,15 @@ class Bench:
         return figures(self.out / f"{name}.json" if name else None, *words)
 
     def alone(self) -> None:
-        """A rank without the others, and the exchange without a rank; both need GPUs."""
+        """A rank without the others, and the exchange without a rank; both need a GPU."""
         target, ranks = self.args.config, self.args.ranks
         found = self.call(
             "step", "bench", "step", "--target", target, "--tp", ranks, "--steps", 500,
             "--routing", f"experts:{self.args.experts}", "--simulate-accept-length", 6.6,
         )  # fmt: skip
         self.pool = found.get("expert_pool")
-        self.call("collectives", "bench", "collectives", "--tp", ranks)
+        if ranks > 1:
+            self.call("collectives", "bench", "collectives", "--tp", ranks)
 
     def make(self) -> None:
         """The target without weights, and a draft for each block that a row has."""
@@ -96,7 +98,7 @@ class Bench:
             return
         with serving(self.out / f"{name}.log", args.port, args.start_s, *serve):
             found = self.call(name, *asked)
-        found |= {"draft": draft, "asked_accept_length": accept_length}
+        found |= {"draft": draft, "asked_accept_length": accept_length, "config": args.config}
         write_json(self.out / f"{name}.json", found)
 
 

@@ -14,6 +14,7 @@ from dspark.errors import DataError
 
 PUBLISHED_MS = {"none": 3.33, "nextn:5": 1.53, "block16": 0.78}
 """ms a token on four B200 with real weights, by the draft of the row."""
+FLASH = "ling-3.0-flash.json"
 GOALS_MS = {5.29: 0.68, 6.6: 0.55}
 """TPOT by accept length on four H200."""
 
@@ -48,19 +49,21 @@ def table(found: dict[str, Any]) -> str:
         step = row.get("step_ms") or {}
         shown = " / ".join(f"{step[name]:.2f}" for name in ("p50", "p90", "p99") if name in step)
         length = row["accept_length"] or 1.0
+        flash = Path(row["config"]).name == FLASH
         goal = GOALS_MS.get(row["asked_accept_length"])
-        beside = f" (goal {goal})" if goal else ""
+        beside = f" (goal {goal})" if goal and flash else ""
+        published = PUBLISHED_MS.get(row["draft"], "") if flash else ""
         lines.append(
             f"| {row['draft']} | {length:.2f} | {row['mean_tpot_ms']:.3f}{beside} "
             f"| {row['median_tpot_ms']:.3f} | {row['output_throughput']:.0f} "
             f"| {row['peak_throughput']:.0f} | {shown} | {row['ceiling'] or 0:.0f} "
-            f"| {row['mean_ttft_ms']:.0f} | {PUBLISHED_MS.get(row['draft'], '')} |"
+            f"| {row['mean_ttft_ms']:.0f} | {published} |"
         )
     step = found.get("step")
     if step:
         lines += [
             "",
-            f"A rank alone, exchanges left out: step p50 {step['step_us_p50']:,.0f} us, floor "
+            f"A rank of {step['ranks']} alone: step p50 {step['step_us_p50']:,.0f} us, floor "
             f"{step['floor_us']:,.0f} us ({step['distinct_experts']:.1f} experts a layer), host "
             f"{step['host_us_p50']:.0f} us a step, enqueued ahead in "
             f"{100 * step['enqueued_ahead']:.1f}% of the steps.",
@@ -69,12 +72,12 @@ def table(found: dict[str, Any]) -> str:
         if each is not None and served:
             whole = 1000 * served[-1]["step_ms"]["p50"]
             total = each * step["exchanges_left_out"]
+            nccl = found["collectives"].get("nccl")
+            beside = f" NCCL takes {nccl['median_us']:.2f} us for one." if nccl else ""
             lines.append(
-                f"{step['exchanges_left_out']} exchanges of {each:.2f} us make {total:,.0f} us, "
-                f"{100 * total / whole:.0f}% of a served step of block 8."
+                f"Its {step['exchanges_left_out']} exchanges, left out there, of {each:.2f} us make "
+                f"{total:,.0f} us, {100 * total / whole:.0f}% of a served step of block 8.{beside}"
             )
-        if nccl := (found.get("collectives") or {}).get("nccl"):
-            lines[-1] += f" NCCL takes {nccl['median_us']:.2f} us for one."
     return "\n".join(lines) + "\n"
 
 

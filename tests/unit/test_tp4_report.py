@@ -19,9 +19,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(PLACE / "tp4_report.py"))
 
 
-def row(draft: str, accept_length: float | None, tpot_ms: float) -> dict[str, Any]:
+def row(
+    draft: str, accept_length: float | None, tpot_ms: float, config: str = "ling-3.0-flash"
+) -> dict[str, Any]:
     return {
         "draft": draft, "asked_accept_length": accept_length or 1.0,
+        "config": f"configs/targets/{config}.json",
         "accept_length": accept_length, "mean_tpot_ms": tpot_ms, "median_tpot_ms": tpot_ms,
         "output_throughput": 1000 / tpot_ms, "peak_throughput": 1001.0, "mean_ttft_ms": 120.0,
         "step_ms": {"mean": 4.0, "min": 3.9, "p50": 4.0, "p90": 4.1, "p99": 4.5},
@@ -36,7 +39,8 @@ def test_rows_stand_in_order_beside_what_was_measured_alone(
     for number, one in rows.items():
         (tmp_path / f"row-{number}.json").write_text(json.dumps(one))
     alone = {
-        "step_us_p50": 3600.0, "floor_us": 1750.0, "distinct_experts": 43.8, "host_us_p50": 29.0,
+        "ranks": 4, "step_us_p50": 3600.0, "floor_us": 1750.0, "distinct_experts": 43.8,
+        "host_us_p50": 29.0,
         "enqueued_ahead": 1.0, "exchanges_left_out": 100,
     }  # fmt: skip
     exchange = [{"skew": 20, "median_us": 9.0}, {"skew": 0, "median_us": 5.0}]
@@ -59,8 +63,12 @@ def test_rows_stand_in_order_beside_what_was_measured_alone(
 def test_without_the_rank_alone_the_rows_stand_alone(
     tmp_path: Path, script: dict[str, Any]
 ) -> None:
-    (tmp_path / "row-0.json").write_text(json.dumps(row("none", None, 2.7)))
-    assert script["table"](script["report"](tmp_path)).splitlines()[-1].startswith("| none |")
+    one = row("none", None, 2.7, config="ling-3.0-tiny")
+    (tmp_path / "row-0.json").write_text(json.dumps(one))
+    last = script["table"](script["report"](tmp_path)).splitlines()[-1]
+    # and nothing published of another model beside them
+    assert last.startswith("| none |")
+    assert last.endswith("| 120 |  |")
 
 
 @pytest.fixture
