@@ -75,7 +75,7 @@ def table(found: dict[str, Any]) -> str:
             nccl = found["collectives"].get("nccl")
             beside = f" NCCL takes {nccl['median_us']:.2f} us for one." if nccl else ""
             lines.append(
-                f"Its {step['exchanges_left_out']} exchanges, left out there, of {each:.2f} us make "
+                f"Its {step['exchanges_left_out']} exchanges left out, {each:.2f} us each, make "
                 f"{total:,.0f} us, {100 * total / whole:.0f}% of a served step of block 8.{beside}"
             )
     return "\n".join(lines) + "\n"
