@@ -19,6 +19,7 @@ from dspark.testing import tiny_draft, tiny_target, tiny_tokenizer
 
 from .fake_hub import Hub, serve
 
+ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 
 
@@ -202,6 +203,19 @@ def test_a_name_that_no_hub_takes_is_refused_first(
 ) -> None:
     assert push(monkeypatch, draft, *words, "--dry-run") == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "ling3-nano"])
+def test_a_released_draft_can_be_pushed_as_it_lies_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    place = ROOT / f"checkpoints/{name}-dspark-block16"
+    # the nano target is on no hub: a card must be told where it will be
+    card = ("--card", "--target", "me/nano") if name == "ling3-nano" else ()
+    assert push(monkeypatch, place, "me/x", *card, "--dry-run", "--json") == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {one["path"] for one in said["files"]} == {one.name for one in place.iterdir()}
+    assert re.search(r'^license: "?apache-2.0"?$', said["card"], re.MULTILINE)
 
 
 def test_a_token_is_no_option(
