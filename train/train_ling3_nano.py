@@ -439,7 +439,11 @@ def card(report: dict[str, Any]) -> str:
     seconds = report["wall_s"]
     passes = report["tokens_seen"] / report["tokens"]["train"]
     dropped = ", ".join(f"{why} {count}" for why, count in text["dropped"].items()) or "none"
-    return f"""# ling3-nano
+    return f"""---
+license: apache-2.0
+---
+
+# ling3-nano
 
 A small model in the layout of Ling-3.0 (`BailingMoeV3ForCausalLM`): every branch of the large
 one (KDA and gated MLA layers, a dense first block, group-limited experts with a selection bias, a
