@@ -7,7 +7,7 @@ from typing import Any
 
 from dspark.bench.evaluate import EvalReport
 from dspark.bench.serving_report import ServingReport
-from dspark.errors import MissingPackageError
+from dspark.errors import ConfigError, MissingPackageError
 
 __all__ = ["check_plots", "plot_demo", "plot_evaluation", "plot_serving"]
 
@@ -91,12 +91,15 @@ def plot_evaluation(path: Path, reports: Mapping[str, Mapping[str, Any]]) -> Non
     pyplot.close(figure)
 
 
-def check_plots() -> None:
+def check_plots(path: Path) -> None:
     """Refuse to begin what could not be drawn in the end.
 
     Raises:
+        ConfigError: ``path`` is not named as a PNG, and matplotlib goes by the name.
         MissingPackageError: matplotlib is not installed.
     """
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--png must name a file that ends in .png, got '{path}'")
     _pyplot()
 
 

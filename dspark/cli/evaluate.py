@@ -105,7 +105,7 @@ def _eval(
     settings = each[0]
     if png is not None:
         provenance.check_writable(png, "--png", ConfigError)
-        check_plots()
+        check_plots(png)
     sets = read_sets(settings.eval.prompts)
     depths = {name: nextn_proposals(name) for name in draft}
     known: dict[str | Path, str] = {}

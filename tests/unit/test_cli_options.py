@@ -129,6 +129,12 @@ def test_eval_hands_on_every_option(
     assert run(monkeypatch, *both, "--base", "e") == 2
     assert "--base 'e' is none of the drafts: nextn:3, d" in capsys.readouterr().err
 
+    # refused before the target is loaded
+    load.args = ()
+    assert run(monkeypatch, *words, "--png", str(tmp_path / "a.foo")) == 2
+    assert "--png must name a file that ends in .png, got" in capsys.readouterr().err
+    assert load.args == ()
+
     # several conditions of one run
     evaluate.answer = evaluation("one", "two")
     drawn = stub("bench.plot.plot_evaluation")
