@@ -63,9 +63,11 @@ def resolve(settings: TargetSettings) -> str:
     parts = path.split("/")
     if Path(path).expanduser().exists() or path.startswith((".", "/", "~")) or len(parts) != 2:
         known = ", ".join(catalog.NAMES)
+        meant = Path("checkpoints") / path
+        hint = f"; did you mean '{meant}'?" if (meant / "config.json").is_file() else ""
         raise TargetError(
             f"target.path '{path}' is neither a model directory, nor a hub id like owner/name, "
-            f"nor a known name ({known})"
+            f"nor a known name ({known}){hint}"
         )
     return path
 

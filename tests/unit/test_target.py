@@ -278,6 +278,18 @@ def test_a_path_that_is_nothing_is_named(path: str) -> None:
         load(path)
 
 
+def test_the_bare_name_of_a_checkpoint_here_gets_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TargetError, match=r"known name \(smollm2-135m\)$"):
+        load(TargetSettings(path="nano"))
+    (tmp_path / "checkpoints/nano").mkdir(parents=True)
+    (tmp_path / "checkpoints/nano/config.json").write_text("{}")
+    with pytest.raises(TargetError, match="did you mean 'checkpoints/nano'"):
+        load(TargetSettings(path="nano"))
+
+
 def test_an_unreachable_hub_id_is_one_sentence() -> None:
     with pytest.raises(TargetError, match=r"nobody/nothing.*HF_HUB_OFFLINE"):
         load("nobody/nothing")
