@@ -102,6 +102,8 @@ def _missing(row: dict[str, Any]) -> RowError:
     if row.get("input_ids"):
         return RowError(Reason.TOKENS_ONLY)
     said = "none of messages, conversations, turns and text"
+    if isinstance(row.get("prompt"), str):
+        return RowError(Reason.NO_MESSAGES, f"{said}; if 'prompt' is the question, name it text")
     for key, value in row.items():
         if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
             said += f"; if '{key}' holds the rows, write them as an array, or one a line"

@@ -310,6 +310,11 @@ def test_wrong_sources_are_named(source: str, sentence: str) -> None:
         read_prompts([source])
 
 
+def test_a_row_of_a_prompt_alone_is_told_the_key_to_use(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="if 'prompt' is the question, name it text"):
+        read_prompts([write(tmp_path / "rows.jsonl", '{"prompt": "What is 2 + 2?"}')])
+
+
 def test_unusable_files_are_data_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data source"):
         read_prompts([])
