@@ -2,8 +2,9 @@
 
     python tests/independent_tau.py TARGET DRAFT PROMPTS.jsonl MAX_NEW_TOKENS PROPOSALS [PROMPTS]
 
-Directories in Hugging Face layout. It has nothing in common with `dspark eval`, which it is to
-agree with, but definitions. Vanilla Markov head, float32.
+Directories in Hugging Face layout; rows with `messages`, or `turns`, of which the first counts. It
+has nothing in common with `dspark eval`, which it is to agree with, but definitions. Vanilla Markov
+head, float32.
 """
 
 import json
@@ -88,6 +89,7 @@ def count(target_dir: str, draft_dir: str, prompts: list[Any], most: int, width:
 if __name__ == "__main__":
     target_dir, draft_dir, file, most, width, *limit = sys.argv[1:]
     lines = Path(file).read_text().splitlines()[: int(limit[0]) if limit else None]
-    rows = [json.loads(line)["messages"] for line in lines]
+    read = [json.loads(line) for line in lines]
+    rows = [r.get("messages") or [{"role": "user", "content": r["turns"][0]}] for r in read]
     rounds, tokens = count(target_dir, draft_dir, rows, int(most), int(width))
     print(json.dumps({"rounds": rounds, "emitted": tokens, "accept_length": tokens / rounds}))
