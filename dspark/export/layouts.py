@@ -60,6 +60,12 @@ def unreadable(config: DSparkConfig, format: Format) -> str | None:
             f"{layout.reader} reads vanilla Markov heads only, and markov_head_type is "
             f"{config.markov_head_type}"
         )
+    last = (config.num_target_layers or 0) - 1
+    if last in (config.target_layer_ids or ()):
+        return (
+            f"no engine exposes the target's last layer, and target_layer_ids ends in {last} "
+            f"(num_target_layers {last + 1})"
+        )
     return None
 
 

@@ -207,6 +207,15 @@ def test_what_an_engine_cannot_serve_is_said(
     assert "the name of the target is not known (--target)" in caplog.text
 
 
+def test_a_tap_that_no_engine_exposes_is_said(
+    copy: Path, target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taps = json.loads((copy / "config.json").read_text())["aux_hidden_state_layer_ids"]
+    edit(copy, aux_hidden_state_layer_ids=[*taps[:-1], target.num_layers])
+    convert_draft(copy, tmp_path / "out", "hf")
+    assert "the target's last layer, and target_layer_ids ends in 5 (num_target" in caplog.text
+
+
 def test_the_files_beside_the_weights_go_along_and_the_card_is_of_the_new_layout(
     target: Target, tmp_path: Path
 ) -> None:
