@@ -58,9 +58,12 @@ def plot_evaluation(path: Path, reports: Mapping[str, Mapping[str, Any]]) -> Non
         MissingPackageError: matplotlib is not installed.
     """
     pyplot = _pyplot()
-    figure, ((lengths, conditional), (survival, trust)) = pyplot.subplots(2, 2, figsize=(14, 10))
+    figure, ((lengths, conditional), (survival, trust)) = pyplot.subplots(
+        2, 2, figsize=(14, 10 + 0.2 * len(reports)), layout="constrained"
+    )
+    palette = pyplot.get_cmap("tab10" if len(reports) <= 10 else "tab20")
     for place, (name, report) in enumerate(reports.items()):
-        color = f"C{place}"
+        color = palette(place % palette.N)
         sets = {**report["sets"], "pooled": report}
         for row, one in enumerate(sets.values()):
             at = row + 0.8 * (place + 0.5) / len(reports) - 0.4
@@ -73,20 +76,20 @@ def plot_evaluation(path: Path, reports: Mapping[str, Mapping[str, Any]]) -> Non
         for when, line in (("before", "--"), ("after", "-")):
             bins = ((report.get("confidence") or {}).get("reliability") or {}).get(when)
             if bins:
-                label = f"{name}, {'as it is' if when == 'before' else 'with temperatures'}"
                 _, chances, shares = zip(*bins["survival"], strict=True)
-                trust.plot(chances, shares, line, color=color, marker=".", label=label)
+                trust.plot(chances, shares, line, color=color, marker=".")
     lengths.invert_yaxis()
     lengths.set(title="accept length, 95% interval", xlabel="tokens a round")
     conditional.set(title="kept, given the slots before", xlabel="slot", ylim=(0, 1))
     survival.set(title="slots 0..k all kept", xlabel="slot k", ylim=(0, 1))
     trust.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     trust.set(
-        title="reliability of the confidence head", xlabel="survival foretold", ylabel="share kept"
+        title="reliability of the confidence head (dashed: as it is, solid: with temperatures)",
+        xlabel="survival foretold",
+        ylabel="share kept",
     )
-    for one in (conditional, survival, trust):
-        one.legend(*one.get_legend_handles_labels(), fontsize="small")
-    figure.tight_layout()
+    # below all four: among the curves it hides them as soon as there are several conditions
+    figure.legend(*conditional.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
