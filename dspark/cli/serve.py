@@ -29,9 +29,7 @@ def _serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="DSPARK_API_KEY", help="Ask clients for this key.")
     ] = None,
-    engine: Annotated[
-        str, typer.Option(help="auto, reference or graph (Ling-3.0 on a GPU).")
-    ] = "auto",
+    engine: Annotated[str, typer.Option(help="auto, reference or graph (on a GPU).")] = "auto",
     tp: Annotated[
         int, typer.Option(help="Tensor-parallel ranks of Ling-3.0, a GPU each: 1, 2, 4 or 8.")
     ] = 1,
@@ -78,8 +76,7 @@ def _serve(
     from dspark.export.template import warn_of_another
     from dspark.serving.engine import end_ids
     from dspark.serving.loading import load_model
-    from dspark.serving.ranks.loading import lead, load_rank
-    from dspark.serving.ranks.seat import check_count
+    from dspark.serving.ranks.loading import check, lead, load_rank
     from dspark.serving.server import serve
     from dspark.serving.settings import ServeSettings
     from dspark.target import load_tokenizer
@@ -110,8 +107,8 @@ def _serve(
         step_timeout_s=step_timeout_s,
         load_timeout_s=load_timeout_s,
     )
-    if tp > 1 and device != "cpu":
-        check_count(tp)
+    if tp > 1:
+        check(config.target, settings)
     tokenizer = load_tokenizer(config.target)
     if draft is not None and nextn_proposals(draft) is None:
         warn_of_another(draft, tokenizer)

@@ -27,7 +27,7 @@ from dspark.serving.ranks.board import Board, Command, Topic
 from dspark.serving.ranks.follow import keep_beating
 from dspark.serving.ranks.group import join, sum_in_order
 from dspark.serving.ranks.lead import Leader
-from dspark.serving.ranks.loading import lead, load_rank
+from dspark.serving.ranks.loading import check, lead, load_rank
 from dspark.serving.ranks.seat import Seat, check_gpus
 from dspark.serving.settings import ServeSettings
 from dspark.target import GoOn
@@ -396,15 +396,49 @@ def test_a_rank_has_its_own_gpu(gpus: Callable[..., None]) -> None:
 
 
 def test_the_command_refuses_before_it_starts_a_process(
-    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpus: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     gpus(Gpu(), Gpu())
-    monkeypatch.setattr("sys.argv", ["dspark", "serve", "--target", "any", "--tp", "4"])
+    save_tiny_ling(tmp_path)
+    monkeypatch.setattr("sys.argv", ["dspark", "serve", "--target", str(tmp_path), "--tp", "4"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "serve.tp is 4, and this machine has 2 GPUs: give --tp 2" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "more", "said"),
+    [
+        ("ling", "cpu", {"exchange": "nccl"}, "serve.exchange is nccl, which is for ranks on GPUs"),
+        ("ling", "auto", {"engine": "reference"}, "serve.engine is reference, and serve.tp 2 dec"),
+        ("ling", "cuda", {}, "this machine has 0 GPUs"),
+        # first what no other device would change
+        ("smollm", "auto", {}, "is for Ling-3.0 targets; .* is another: leave --tp out"),
+    ],
+)
+def test_what_ranks_would_not_do_is_refused_and_not_left_out(
+    model: str,
+    device: str,
+    more: dict[str, Any],
+    said: str,
+    gpus: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    gpus()
+    (save_tiny_ling if model == "ling" else save_tiny_target)(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        check(TargetSettings(path=str(tmp_path), device=device), ServeSettings(tp=2, **more))
+
+
+def test_on_a_cpu_ranks_may_be_asked_for_the_reference(tmp_path: Path) -> None:
+    save_tiny_ling(tmp_path)
+    settings = ServeSettings(tp=2, engine="reference")
+    check(TargetSettings(path=str(tmp_path), device="cpu"), settings)
 
 
 def test_ranks_exchange_in_one_of_two_ways() -> None:

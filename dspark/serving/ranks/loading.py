@@ -5,6 +5,8 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import torch
+
 from dspark.config import TargetSettings
 from dspark.decoding import DecodeParams, Draft, SamplingParams, nextn_draft, nextn_proposals
 from dspark.draft import DSparkDraftModel
@@ -18,14 +20,38 @@ from dspark.serving.ranks.cores import keep_to_cores
 from dspark.serving.ranks.follow import keep_beating
 from dspark.serving.ranks.group import join
 from dspark.serving.ranks.lead import Leader
-from dspark.serving.ranks.seat import Seat
+from dspark.serving.ranks.seat import Seat, check_count
 from dspark.serving.settings import ServeSettings
 from dspark.target import LingTarget, ling_directory, load_ling, peek
 from dspark.target.config import LingConfig
 from dspark.target.drawn import Drawn
 from dspark.target.weights import read_tensor
 
-__all__ = ["lead", "load_rank"]
+__all__ = ["check", "lead", "load_rank"]
+
+
+def check(target: TargetSettings, settings: ServeSettings) -> None:
+    """What can be told before a process is started.
+
+    Raises:
+        ConfigError: these settings, this target or this machine are none for several ranks.
+        TargetError: the target cannot be found or understood.
+    """
+    on_cpu = target.device == "cpu"
+    if on_cpu and settings.exchange != "peers":
+        raise ConfigError(
+            f"serve.exchange is {settings.exchange}, which is for ranks on GPUs, and target.device "
+            "is cpu: leave --exchange out"
+        )
+    if not on_cpu and settings.engine == "reference":
+        raise ConfigError(
+            f"serve.engine is reference, and serve.tp {settings.tp} decodes by the graph on GPUs: "
+            "leave --engine out, or give --device cpu, where ranks are for tests"
+        )
+    # of whatever device: only the config is wanted, and there may be no GPU
+    _peek(target.model_copy(update={"device": "cpu"}), settings.tp)
+    if not on_cpu:
+        check_count(settings.tp)
 
 
 def lead(
@@ -65,12 +91,7 @@ def load_rank(
     device = seat.device(target.device, peers=not library)
     keep_to_cores(seat, device)
     target = target.model_copy(update={"device": str(device)})
-    config, _, dtype = peek(target)
-    if config is None:
-        raise ConfigError(
-            f"serve.tp is {seat.ranks}, which is for Ling-3.0 targets; '{target.path}' is another: "
-            "leave it out"
-        )
+    config, dtype = _peek(target, seat.ranks)
     depth = None if draft is None else nextn_proposals(draft)
     if device.type == "cuda":
         settings = replace(settings, engine="graph")
@@ -96,6 +117,16 @@ def load_rank(
     params = DecodeParams(max_new_tokens=3, sampling=SamplingParams(), ignore_eos=True)
     list(islice(model.stream([0], params, lambda: True), 3))
     return model
+
+
+def _peek(target: TargetSettings, ranks: int) -> tuple[LingConfig, torch.dtype]:
+    config, _, dtype = peek(target)
+    if config is None:
+        raise ConfigError(
+            f"serve.tp is {ranks}, which is for Ling-3.0 targets; '{target.path}' is another: "
+            "leave --tp out"
+        )
+    return config, dtype
 
 
 def _draft(
