@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dspark.bench.collective_options import CollectiveOptions
 from dspark.bench.exchange_rounds import wrong_elements
 from dspark.bench.report import environment, print_table
-from dspark.errors import ConfigError, RunError
+from dspark.errors import RunError
 from dspark.kernels.exchange import exchange_norm
 from dspark.kernels.launch import ROWS
 from dspark.kernels.peers import Peers, Room, room_bytes, simulated
@@ -34,48 +35,15 @@ from dspark.kernels.reduce_norm import parts_norm, reduce_norm
 from dspark.serving.ranks.board import Board, Topic
 from dspark.serving.ranks.group import map_heap, share_heap, without_multicast
 from dspark.serving.ranks.seat import check_gpus
-from dspark.serving.settings import RANKS
 
-__all__ = ["SKEWS", "CollectiveOptions", "measure", "print_report"]
+__all__ = ["measure", "print_report"]
 
-SKEWS = (0, 20, 100)
 _EPS = 1e-6
 _IN_A_GRAPH = 100
 _WARM = 5
 _LOAD_S = 300.0
 _ROUND_S = 1e-3
 """More than a round that is checked takes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveOptions:
-    """What is exchanged, and how late ranks are.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
-
-    ranks: int = 4
-    hidden: int = 2560
-    skew: tuple[int, ...] = SKEWS
-    """Looks that a program is late at most, one after the other; a look is about a microsecond."""
-    repeats: int = 50
-    rounds: int = 0
-    """Exchanges that are checked to the bit, for each ``skew``."""
-    vocabulary: int = 157184
-    """Rows of the embedding."""
-
-    def __post_init__(self) -> None:
-        if self.ranks not in RANKS[1:]:
-            raise ConfigError(f"--tp must be one of {RANKS[1:]}, got {self.ranks}")
-        if self.hidden < 16 or self.hidden % 16:
-            raise ConfigError(f"--hidden must be a multiple of 16, got {self.hidden}")
-        if self.rounds < 0:
-            raise ConfigError(f"--rounds must be >= 0, got {self.rounds}")
-        if self.vocabulary < 1:
-            raise ConfigError(f"--vocabulary must be >= 1, got {self.vocabulary}")
-        if any(one < 0 for one in self.skew) or self.repeats < 1:
-            raise ConfigError(f"--skew must be >= 0 and --repeats >= 1, got {self}")
 
 
 def measure(options: CollectiveOptions) -> dict[str, Any]:

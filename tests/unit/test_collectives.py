@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dspark.bench import collectives
-from dspark.bench.collectives import CollectiveOptions, print_report
+from dspark.bench.collective_options import CollectiveOptions
+from dspark.bench.collectives import print_report
 from dspark.cli import main
 from dspark.errors import ConfigError, RunError
 
@@ -15,8 +16,8 @@ from dspark.errors import ConfigError, RunError
         ({"ranks": 3}, "--tp must be one of"),
         ({"ranks": 1}, "got 1"),
         ({"hidden": 100}, "--hidden must be a multiple of 16, got 100"),
-        ({"skew": (0, -1)}, "--skew must be >= 0"),
-        ({"repeats": 0}, "--repeats >= 1"),
+        ({"skew": (0, -1)}, "--skew must be >= 0, got -1"),
+        ({"repeats": 0}, "--repeats must be >= 1, got 0"),
         ({"rounds": -1}, "--rounds must be >= 0"),
     ],
 )
@@ -53,15 +54,22 @@ def test_ranks_on_one_gpu_are_called_simulated(capsys: pytest.CaptureFixture[str
     assert "NCCL" not in said
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_without_a_gpu_the_command_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "dspark bench collectives needs a GPU"), (["--tp", "3"], "--tp must be one of")],
+)
+def test_without_a_gpu_the_command_says_so_when_its_options_are_right(
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["dspark", "bench", "collectives"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["dspark", "bench", "collectives", *words])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    assert "dspark bench collectives needs a GPU" in " ".join(capsys.readouterr().err.split())
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_sum_that_is_not_that_of_one_process_fails_the_command(
