@@ -65,8 +65,17 @@ def inspect(
         report: dict[str, Any] = {"architecture": names[0], **parameter_counts(config)}
         report["ranks"] = ranks
         report["bytes_per_rank"] = rank_bytes(config, ranks)
+        notes = []
         if config.is_fp8:
-            report["note"] = "the checkpoint holds fp8 blocks; bytes are those of bf16, as loaded"
+            notes += ["the checkpoint holds fp8 blocks; bytes are those of bf16, as loaded"]
+        if ranks > 1:
+            more = (ranks - 1) * report["bytes_per_rank"]["embedding"] / 1e6
+            notes += [
+                f"dspark serve keeps the whole embedding on every rank, {more:,.1f} MB more; "
+                "--plan counts it"
+            ]
+        if notes:
+            report["note"] = ". ".join(notes)
         if plan:
             report["memory_plan"] = _plan(config, ranks, draft, context, where)
         if verify_tokens:

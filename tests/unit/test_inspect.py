@@ -112,6 +112,9 @@ def test_the_memory_plan_stands_in_the_report(capsys: pytest.CaptureFixture[str]
     assert plan["total"] == sum(plan.values()) - plan["total"] - 65536 - 4
     assert "memory plan, context 65536" in err
     assert f"{plan['total'] / 1e6:,.3f}" in err
+    report = inspect(FLASH, ranks=4)
+    more = plan["target_weights"] - report["bytes_per_rank"]["main_model"]
+    assert f"whole embedding on every rank, {more / 1e6:.1f} MB more" in report["note"]
     alone = inspect(FLASH, plan=True)["memory_plan"]
     assert (alone["context"], alone["draft_weights"]) == (32768, 0)
 
