@@ -87,4 +87,5 @@ def _answers(address: str) -> bool:
 
 
 def _last(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1]
+    last = (text.strip().splitlines() or ["it said nothing"])[-1]
+    return last.removeprefix("error: ")

@@ -10,8 +10,8 @@ a row, the servers' logs, report.json and table.md, which is printed behind ever
 """
 
 import argparse
+import hashlib
 import shlex
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -63,24 +63,29 @@ class Bench:
         made = ["make-checkpoint", "--config", self.args.config]
         pool = [] if self.pool is None else ["--expert-pool", self.pool]
         blocks = {draft.removeprefix("block") for draft, _ in self.args.rows if "block" in draft}
-        wanted = {"target": ["--without-weights", *pool]}
+        wanted: dict[str, list[object]] = {"target": ["--without-weights", *pool]}
         wanted |= {f"block{block}": ["--draft-block", block] for block in sorted(blocks)}
         for name, options in wanted.items():
-            if not self.args.dry_run:
-                # of another run, whose config was another one
-                shutil.rmtree(self.out / name, ignore_errors=True)
-            self.call(None, *made, "--out", self.out / name, *options)
+            if not (self.made(name) / "config.json").is_file():
+                self.call(None, *made, "--out", self.made(name), *options)
+
+    def made(self, name: str) -> Path:
+        """Where the target or a draft of this config, and this pool, is or will be."""
+        path = Path(self.args.config)
+        text = (path / "config.json" if path.is_dir() else path).read_text()
+        key = f"{text}{self.pool if name == 'target' else ''}"
+        return self.out / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
     def row(self, number: int, draft: str, accept_length: float) -> None:
         """A server, and its figures."""
         args, name = self.args, f"row-{number}"
         serve: list[object] = [
-            "--target", self.out / "target", "--tp", args.ranks, "--device", args.device,
+            "--target", self.made("target"), "--tp", args.ranks, "--device", args.device,
             "--context", args.input + args.output + 64,
         ]  # fmt: skip
         if draft.startswith("block"):
             proposals = min(int(draft.removeprefix("block")), MAX_PROPOSALS)
-            serve += ["--draft", self.out / draft, "--num-draft-tokens", proposals]
+            serve += ["--draft", self.made(draft), "--num-draft-tokens", proposals]
         elif draft != "none":
             serve += ["--draft", draft]
         if draft != "none":
@@ -138,6 +143,8 @@ def main() -> None:
     for name in ("requests", "plain_requests", "input", "output"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
+    if not Path(args.config).exists():
+        raise ConfigError(f"--config '{args.config}' is neither a config.json nor its directory")
     bench = Bench(args)
     if not args.dry_run:
         check_writable(args.out / "report.json", "--out", ConfigError)

@@ -107,6 +107,22 @@ def test_a_wrong_row_is_named(row: str, command: Any, capsys: pytest.CaptureFixt
     assert f"got '{row}'" in capsys.readouterr().err
 
 
+def test_a_missing_config_is_named(command: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--config 'nowhere\.json' is neither"):
+        command("--config", "nowhere.json")
+
+
+def test_models_of_another_config_or_pool_have_places_of_their_own(
+    command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = []
+    for config in ("flash", "tiny", "flash"):
+        command("--config", f"configs/targets/ling-3.0-{config}.json")
+        said = capsys.readouterr().out
+        places.append(said.partition("--out ")[2].split()[0])
+    assert places[0] == places[2] != places[1]
+
+
 def test_a_wrong_count_is_named(command: Any) -> None:
     with pytest.raises(ConfigError, match="--plain-requests must be >= 1, got 0"):
         command("--plain-requests", "0")
