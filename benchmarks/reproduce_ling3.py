@@ -17,6 +17,7 @@ from typing import Any
 
 from ending import run
 from servers import figures, serving
+from tp4_report import PUBLISHED_MS
 
 from dspark.config import TargetSettings
 from dspark.errors import ConfigError, RunError
@@ -43,8 +44,6 @@ KNOWN = (
 FLASH = {"vocab_size": 157184, "hidden_size": 2560, "num_hidden_layers": 42, "num_experts": 512}
 GSM8K_LENGTH = 6.40
 """Accept length on GSM8K on the official draft's card."""
-PUBLISHED_MS = {"dspark": 0.78, "nextn": 1.53}
-"""ms a token on four B200; without a draft 3.33."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,8 @@ class Reproduction:
         self._time(
             f"{shown}: real prompts", pairs["measured"], f"{tpot['base']:.3f} ms plain", tpot
         )
-        published = f"{PUBLISHED_MS[kind]} ms on four B200" if self.flash else ""
+        row = {"dspark": "block16", "nextn": "nextn:5"}[kind]
+        published = f"{PUBLISHED_MS[row]} ms on four B200" if self.flash else ""
         self._time(f"{shown}: random workload", self.found[f"{kind}-random"], published)
 
     def _time(

@@ -24,10 +24,12 @@ from dspark.bench.targets import dense_target
 from dspark.decoding import DecodeParams
 from dspark.draft import DSparkConfig, DSparkDraftModel
 from dspark.errors import ConfigError
+from dspark.export.random_draft import fill_draft
 from dspark.serving.graph.decoder import wait_for
 from dspark.serving.graph.step import GraphStep
 from dspark.target import HFTarget, LingTarget
 from dspark.target.config import LingConfig
+from dspark.target.drawn import keep_to_pool
 from dspark.target.families import DenseShape
 from dspark.target.sizes import Routing
 from dspark.target.synthetic import random_model
@@ -186,16 +188,10 @@ class StepBench:
         with torch.device("meta"):
             draft = DSparkDraftModel(shape)
         draft.to(torch.bfloat16).to_empty(device=self.device)
-        generator = torch.Generator(self.device).manual_seed(self.options.seed + 1)
-        with torch.no_grad():
-            for name, values in draft.named_parameters():
-                if "norm" in name:
-                    values.fill_(1.0)
-                else:
-                    values.normal_(0, 0.02, generator=generator)
-            # no weights, hence left empty by to_empty
-            fresh = type(draft.rotary_emb)(shape)
-            draft.rotary_emb.inv_freq = fresh.inv_freq.to(self.device)
+        fill_draft(draft, self.options.seed + 1)
+        # no weights, hence left empty by to_empty
+        fresh = type(draft.rotary_emb)(shape)
+        draft.rotary_emb.inv_freq = fresh.inv_freq.to(self.device)
         draft.requires_grad_(False)
         return draft
 
@@ -263,14 +259,11 @@ class StepBench:
 
     def _distinct(self, config: LingConfig, pool: int) -> float:
         """Distinct experts of a layer and step, if routers may choose among ``pool`` only."""
-        count, groups = config.num_experts, config.n_group
-        order = torch.arange(count, device=self.device).view(groups, -1).T.flatten()
         generator = torch.Generator(self.device).manual_seed(self.options.seed)
         for layer in self.step.weights.layers:
             if (bias := getattr(layer.ffn, "bias", None)) is not None:
-                shift = torch.randn(count, generator=generator, device=self.device) * 0.1
-                bias.copy_(shift - 100.0)
-                bias[order[:pool]] += 100.0
+                bias.normal_(0, 0.1, generator=generator)
+                keep_to_pool(bias, config, pool)
         seen: list[float] = []
         body = self.step.target_body
         plain = body.experts

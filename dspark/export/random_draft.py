@@ -12,7 +12,19 @@ from dspark.export.config_json import from_json
 from dspark.export.tensors import WEIGHTS_NAME
 from dspark.provenance import making, save_tensors, write_json
 
-__all__ = ["write_random_draft"]
+__all__ = ["fill_draft", "write_random_draft"]
+
+
+@torch.no_grad()
+def fill_draft(draft: DSparkDraftModel, seed: int) -> None:
+    """Norms of one, all else drawn, where the weights are."""
+    device = next(draft.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, values in draft.named_parameters():
+        if "norm" in name:
+            values.fill_(1.0)
+        else:
+            values.normal_(0, 0.02, generator=generator)
 
 
 @torch.no_grad()
@@ -27,14 +39,9 @@ def write_random_draft(raw: Mapping[str, Any], out: Path, *, seed: int = 0) -> i
     config = from_json(dict(raw), "draft")
     with torch.device("meta"):
         draft: DSparkDraftModel = DSparkDraftModel(config)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, parameter in draft.trainable():
-        values = torch.empty(parameter.shape, dtype=torch.bfloat16)
-        is_norm = "norm" in name
-        tensors[name] = (
-            values.fill_(1.0) if is_norm else values.normal_(0, 0.02, generator=generator)
-        )
+    draft.to(torch.bfloat16).to_empty(device="cpu")
+    fill_draft(draft, seed)
+    tensors = dict(draft.trainable())
     with making():
         out.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, out / WEIGHTS_NAME)

@@ -21,7 +21,7 @@ from dspark.errors import TargetError
 from dspark.target.config import LingConfig
 from dspark.target.model import LingModel
 
-__all__ = ["KEY", "Drawn", "draw", "fill_drawn"]
+__all__ = ["KEY", "Drawn", "draw", "fill_drawn", "keep_to_pool"]
 
 KEY = "synthetic_weights"
 _NEVER = 100.0
@@ -83,10 +83,15 @@ def fill_drawn(model: LingModel, device: torch.device | str, drawn: Drawn) -> Li
     for name, values in (*model.named_parameters(), *model.named_buffers()):
         draw(values, name, config, generator)
         if drawn.expert_pool is not None and name.endswith("expert_bias"):
-            groups = torch.arange(config.num_experts, device=device).view(config.n_group, -1)
-            values -= _NEVER
-            values[groups.T.flatten()[: drawn.expert_pool]] += _NEVER
+            keep_to_pool(values, config, drawn.expert_pool)
     return model.requires_grad_(False)
+
+
+def keep_to_pool(bias: Tensor, config: LingConfig, pool: int) -> None:
+    """Put all but ``pool`` experts, of each group alike, out of a router's reach; [E], in place."""
+    groups = torch.arange(config.num_experts, device=bias.device).view(config.n_group, -1)
+    bias -= _NEVER
+    bias[groups.T.flatten()[:pool]] += _NEVER
 
 
 def draw(values: Tensor, name: str, config: LingConfig, generator: torch.Generator) -> Tensor:

@@ -19,7 +19,7 @@ from dspark.export.check import Probe, check_in_clean_process, save_probe
 from dspark.export.hf import export_draft
 from dspark.export.source import read_source, target_dtype
 from dspark.target import Target
-from dspark.testing import tiny_draft, tiny_target
+from dspark.testing import tiny_draft, tiny_ling, tiny_target
 
 PROBE = Probe(prompt_ids=((5, 6), (7,)), max_new_tokens=3, expected=1.5, expected_from="trainer")
 
@@ -138,6 +138,23 @@ def test_the_clean_process_reads_the_same_target_and_its_failure_keeps_its_kind(
         "--dtype": "bfloat16",
         "--revision": "abc",
     }
+
+
+def test_the_clean_process_spreads_the_target_as_it_is_spread_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commands: list[list[str]] = []
+
+    def looks(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "{}\n")
+
+    monkeypatch.setattr("dspark.export.check.subprocess.run", looks)
+    spread = tiny_ling()
+    first, second = (torch.device(f"cuda:{index}") for index in range(2))
+    spread.model.placement = (first, first, second, second)
+    check_in_clean_process(Path("draft"), spread)
+    assert commands[0][commands[0].index("--device") + 1] == "cuda:0+cuda:1"
 
 
 def test_a_disk_that_refuses_is_one_sentence_and_nothing_is_left(
